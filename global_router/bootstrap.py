@@ -16,32 +16,32 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.core.document.grid_document import GridDocument, GridDocumentError, TargetDefaults
-from poolgrid.global_router.core.document.history import Reload
-from poolgrid.global_router.core.document.reader import LoadedDocument
-from poolgrid.global_router.document_file import read_document_file
-from poolgrid.global_router.http_api import add_global_router_endpoints, register_views
-from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.global_router.pools import Pools, RouterAddress, Routers, select_endpoint
-from poolgrid.global_router.router_link import Discover, PoolNetwork
-from poolgrid.global_router.service import GlobalRouterService
-from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings
-from poolgrid.process.lifecycle import GroupPlace
-from poolgrid.process.plugins import is_installed
-from poolgrid.process.tasks import Restart, cancel_all, supervised, unless
-from poolgrid.proxy.forward_server import ForwardServer
-from poolgrid.proxy.opening import open_forwarding
-from poolgrid.proxy.prompt_record import PromptRecord
-from poolgrid.serving.links import LinksOnDemand, links_that_fit
-from poolgrid.serving.router_process import RouterProcess
-from poolgrid.transport.security import client_context
-from poolgrid.wire.addresses import GLOBAL_ROUTER, ROUTER, is_name, parse_name
-from poolgrid.wire.secret_texts import without_received_bytes
+from poolgrid.kernel.pool_grids.grid_document import GridDocument, GridDocumentError, TargetDefaults
+from poolgrid.kernel.wire.addresses import GLOBAL_ROUTER, ROUTER, is_name, parse_name
+from poolgrid.kernel.wire.secret_texts import without_received_bytes
+from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.global_router.configuration import Configuration
+from poolgrid.server.global_router.document.history import Reload
+from poolgrid.server.global_router.document.reader import LoadedDocument
+from poolgrid.server.global_router.document_file import read_document_file
+from poolgrid.server.global_router.http_api import add_global_router_endpoints, register_views
+from poolgrid.server.global_router.metrics import GlobalRouterMetrics
+from poolgrid.server.global_router.pools import Pools, RouterAddress, Routers, select_endpoint
+from poolgrid.server.global_router.router_link import Discover, PoolNetwork
+from poolgrid.server.global_router.service import GlobalRouterService
+from poolgrid.server.global_router.settings import TIMINGS, GlobalRouterSettings
+from poolgrid.server.process.lifecycle import GroupPlace
+from poolgrid.server.process.plugins import is_installed
+from poolgrid.server.process.tasks import Restart, cancel_all, supervised, unless
+from poolgrid.server.proxy.forward_server import ForwardServer
+from poolgrid.server.proxy.opening import open_forwarding
+from poolgrid.server.proxy.prompt_record import PromptRecord
+from poolgrid.server.serving.links import LinksOnDemand, links_that_fit
+from poolgrid.server.serving.router_process import RouterProcess
+from poolgrid.server.transport.security import client_context
 
 if TYPE_CHECKING:
-    from poolgrid.discovery.discovery import Discovery
+    from poolgrid.server.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def _pool_key(path: Path | None) -> str | None:
     return key
 
 
-FLEET_PAGE = "poolgrid.fleet_page.global_source"
+FLEET_PAGE = "poolgrid.plugins.fleet_page.global_source"
 """A module that an installation may lack."""
 
 
@@ -166,7 +166,7 @@ async def serve(
             page.open_global_page(opened, app, service, client, namespace, process.clock, awake, place)
         hang_up = _take_hang_ups(opened)
         if names is not None:
-            from poolgrid.discovery.registry import Scope
+            from poolgrid.server.discovery.registry import Scope
 
             names.follow(Scope(component=ROUTER), pools.look_for_routers)
             await unless(stop, names.first_look(), "first look at names")

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from poolgrid.global_router.core.choice.closed_loop import ClosedLoop
-from poolgrid.global_router.core.choice.grid import Grid
-from poolgrid.global_router.core.choice.request_hints import OutputLengths
-from poolgrid.global_router.core.document.grid_document import DOCUMENT_BYTES_MAX, GridDocument, TargetDefaults
-from poolgrid.global_router.core.document.history import DocumentHistory, Reload
-from poolgrid.global_router.core.document.reader import LoadedDocument
-from poolgrid.process.clock import Clock
+from poolgrid.kernel.pool_grids.closed_loop import ClosedLoop
+from poolgrid.kernel.pool_grids.grid import Grid
+from poolgrid.kernel.pool_grids.grid_document import DOCUMENT_BYTES_MAX, GridDocument, TargetDefaults
+from poolgrid.kernel.pool_grids.request_hints import OutputLengths
+from poolgrid.server.global_router.document.history import DocumentHistory, Reload
+from poolgrid.server.global_router.document.reader import LoadedDocument
+from poolgrid.server.process.clock import Clock
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from poolgrid.global_router.core.choice.closed_loop import Spill
-from poolgrid.global_router.core.choice.grid import FallbackChoice, Selection
-from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints
-from poolgrid.global_router.core.document.axis import TARGETS
-from poolgrid.wire.answers import (
+from poolgrid.kernel.pool_grids.axis import TARGETS
+from poolgrid.kernel.pool_grids.closed_loop import Spill
+from poolgrid.kernel.pool_grids.grid import FallbackChoice, Selection
+from poolgrid.kernel.pool_grids.request_hints import ExpectedOutput, RequestHints
+from poolgrid.kernel.wire.answers import (
     ExpectedOutputRow,
     PlacedExplanation,
     PlacedRow,
@@ -22,7 +22,7 @@ from poolgrid.wire.answers import (
     RefusalRow,
     SecondCounts,
 )
-from poolgrid.wire.identifiers import kept_under, name_of
+from poolgrid.kernel.wire.identifiers import kept_under, name_of
 
 NOTES_MAX = 50
 """Of one request; one that waits is tried again and again, with the same result each time."""
@@ -180,8 +180,8 @@ class RequestDecisions:
     def get(self, request_id: str) -> RequestDecision | None:
         """Return a request's record, if it is kept.
 
-        It may be asked for by any name that people have of it (``poolgrid.wire.identifiers.kept_under``): by one that
-        several clients chose it is the latest, of a request with several sequences the first.
+        It may be asked for by any name that people have of it (``poolgrid.kernel.wire.identifiers.kept_under``): by one
+        that several clients chose it is the latest, of a request with several sequences the first.
         """
         found = kept_under(request_id, self._id_under)
         return self._records[found[0]] if found else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from poolgrid.global_router.core.document.grid_document import DOCUMENT_BYTES_MAX, GridDocumentError, Problem
-from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
+from poolgrid.kernel.pool_grids.grid_document import DOCUMENT_BYTES_MAX, GridDocumentError, Problem
+from poolgrid.server.global_router.document.reader import LoadedDocument, load_document
 
 
 def read_document_file(path: Path) -> LoadedDocument:

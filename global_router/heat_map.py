@@ -14,10 +14,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from poolgrid.global_router.core.document.axis import Axis, StageName
-from poolgrid.global_router.core.document.grid_document import GridDocument, GridStage, Pool
-from poolgrid.process.figures import percent
-from poolgrid.process.terminal_table import Heading, TerminalTable
+from poolgrid.kernel.pool_grids.axis import Axis, StageName
+from poolgrid.kernel.pool_grids.grid_document import GridDocument, GridStage, Pool
+from poolgrid.server.process.figures import percent
+from poolgrid.server.process.terminal_table import Heading, TerminalTable
 
 NAMED_COLUMNS_MAX = 10
 """Up to this many columns each has its range above it, if that fits; more are a strip of letters."""

@@ -12,17 +12,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.openapi import error_answers
-from poolgrid.global_router.core.choice.grid import PoolStanding
-from poolgrid.global_router.core.document.axis import StageName
-from poolgrid.global_router.core.document.history import Reload
-from poolgrid.global_router.pools import PoolConnection
-from poolgrid.global_router.service import GlobalRouterService
-from poolgrid.process.clock import Clock
-from poolgrid.serving.admission_queue import queue_metrics
-from poolgrid.serving.router_process import decision_not_found
-from poolgrid.wire.answers import (
+from poolgrid.kernel.pool_grids.axis import StageName
+from poolgrid.kernel.pool_grids.grid import PoolStanding
+from poolgrid.kernel.wire.answers import (
     BreakerRow,
     ConfigAnswer,
     PlacedList,
@@ -33,7 +25,15 @@ from poolgrid.wire.answers import (
     QueueRow,
     ReloadRow,
 )
-from poolgrid.wire.selection import ModelStatus
+from poolgrid.kernel.wire.selection import ModelStatus
+from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.frontend.openapi import error_answers
+from poolgrid.server.global_router.document.history import Reload
+from poolgrid.server.global_router.pools import PoolConnection
+from poolgrid.server.global_router.service import GlobalRouterService
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.serving.admission_queue import queue_metrics
+from poolgrid.server.serving.router_process import decision_not_found
 
 DECISIONS_LISTED_MAX = 1000
 STEPS_LISTED_MAX = 100

@@ -6,11 +6,11 @@ from collections.abc import Collection
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
-from poolgrid.global_router.core.choice.destination import Served
-from poolgrid.global_router.core.choice.grid import Reading, Selection
-from poolgrid.process.instruments import Counter, Histogram
-from poolgrid.serving.metrics import ServingMetrics
+from poolgrid.kernel.pool_grids.circuit_breaker import BreakerState
+from poolgrid.kernel.pool_grids.destination import Served
+from poolgrid.kernel.pool_grids.grid import Reading, Selection
+from poolgrid.server.process.instruments import Counter, Histogram
+from poolgrid.server.serving.metrics import ServingMetrics
 
 SELECT_SECONDS_BUCKETS = (100e-6, 250e-6, 500e-6, 750e-6, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
 WAIT_CAUSES = "`pools_full`, `behind_others`, or, after the first output, `next_leg_or_move`."

@@ -16,26 +16,34 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from poolgrid.global_router.core.choice.circuit_breaker import Ticket
-from poolgrid.global_router.core.choice.destination import Destination, destination
-from poolgrid.global_router.core.choice.grid import FallbackChoice, GridRequest, PoolStanding
-from poolgrid.global_router.core.document.axis import StageName
-from poolgrid.global_router.decisions import PoolPlacement, Refusal
-from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.global_router.pools import PoolConnection, Pools, model_status
-from poolgrid.global_router.router_link import PoolLost
-from poolgrid.global_router.settings import GlobalRouterSettings, Timings
-from poolgrid.global_router.tracker import Flight, ForwardedLeg, GlobalRouterTracker, ReservedLeg
-from poolgrid.inference import Carrier, Refused
-from poolgrid.process.clock import Clock
-from poolgrid.process.tracing.record import SpanKind, SpanRecord, TraceRecord
-from poolgrid.serving.links import LinksOnDemand
-from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
-from poolgrid.wire.hashing import HASH_SPEC, pack_hashes, stable_u64
-from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
-from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX
-from poolgrid.wire.selection import Probe, Reservation, Select, Selected, SelectRefusal, SelectRefused, WorkerRank
-from poolgrid.wire.trace_context import TraceContext
+from poolgrid.kernel.pool_grids.axis import StageName
+from poolgrid.kernel.pool_grids.circuit_breaker import Ticket
+from poolgrid.kernel.pool_grids.destination import Destination, destination
+from poolgrid.kernel.pool_grids.grid import FallbackChoice, GridRequest, PoolStanding
+from poolgrid.kernel.requests.inference import Carrier, Refused
+from poolgrid.kernel.requests.trace_record import SpanKind, SpanRecord, TraceRecord
+from poolgrid.kernel.wire.hashing import HASH_SPEC, pack_hashes, stable_u64
+from poolgrid.kernel.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.kernel.wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX
+from poolgrid.kernel.wire.selection import (
+    Probe,
+    Reservation,
+    Select,
+    Selected,
+    SelectRefusal,
+    SelectRefused,
+    WorkerRank,
+)
+from poolgrid.kernel.wire.trace_context import TraceContext
+from poolgrid.server.global_router.decisions import PoolPlacement, Refusal
+from poolgrid.server.global_router.metrics import GlobalRouterMetrics
+from poolgrid.server.global_router.pools import PoolConnection, Pools, model_status
+from poolgrid.server.global_router.router_link import PoolLost
+from poolgrid.server.global_router.settings import GlobalRouterSettings, Timings
+from poolgrid.server.global_router.tracker import Flight, ForwardedLeg, GlobalRouterTracker, ReservedLeg
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.serving.links import LinksOnDemand
+from poolgrid.server.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
 
 WORKERS_TRIED_PER_POOL_MAX = 4
 """Workers of one pool that may turn out to be out of reach before the next pool is asked."""

@@ -23,14 +23,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from poolgrid.global_router.core.choice.circuit_breaker import BreakerStep, CircuitBreaker
-from poolgrid.global_router.core.choice.grid import PoolStanding
-from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings, GridDocument
-from poolgrid.global_router.router_link import Discover, PoolLost, PoolNetwork, RouterLink
-from poolgrid.process.log_lines import about
-from poolgrid.wire.addresses import ROUTER, SCHEME, bracketed, is_name, zmq_endpoint_problem
-from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.selection import (
+from poolgrid.kernel.pool_grids.circuit_breaker import BreakerStep, CircuitBreaker
+from poolgrid.kernel.pool_grids.grid import PoolStanding
+from poolgrid.kernel.pool_grids.grid_document import CircuitBreakerSettings, GridDocument
+from poolgrid.kernel.wire.addresses import ROUTER, SCHEME, bracketed, is_name, zmq_endpoint_problem
+from poolgrid.kernel.wire.identifiers import Role, Stage
+from poolgrid.kernel.wire.selection import (
     ModelStatus,
     PoolStatus,
     Probe,
@@ -42,6 +40,8 @@ from poolgrid.wire.selection import (
     SelectRefusal,
     SelectRefused,
 )
+from poolgrid.server.global_router.router_link import Discover, PoolLost, PoolNetwork, RouterLink
+from poolgrid.server.process.log_lines import about
 
 log = logging.getLogger(__name__)
 

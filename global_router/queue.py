@@ -23,13 +23,13 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 
-from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.inference import Refused
-from poolgrid.process.clock import Clock, within
-from poolgrid.process.tasks import Restart, detached, supervised
-from poolgrid.serving.admission_queue import AdmissionQueue
-from poolgrid.serving.fair_queue import QueuedRequest
+from poolgrid.kernel.requests.inference import Refused
+from poolgrid.server.global_router.metrics import GlobalRouterMetrics
+from poolgrid.server.global_router.settings import GlobalRouterSettings
+from poolgrid.server.process.clock import Clock, within
+from poolgrid.server.process.tasks import Restart, detached, supervised
+from poolgrid.server.serving.admission_queue import AdmissionQueue
+from poolgrid.server.serving.fair_queue import QueuedRequest
 
 log = logging.getLogger(__name__)
 

@@ -20,14 +20,10 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from poolgrid.process.clock import Clock, within
-from poolgrid.process.log_lines import Complaints, about
-from poolgrid.process.tasks import Restart, supervised
-from poolgrid.transport.zmq_socket import CallbackSocket, connect, make_socket
-from poolgrid.wire import codec
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.limits import RENEWALS_MAX
-from poolgrid.wire.selection import (
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.limits import RENEWALS_MAX
+from poolgrid.kernel.wire.selection import (
     AskStatus,
     PoolStatus,
     Probe,
@@ -40,6 +36,10 @@ from poolgrid.wire.selection import (
     SelectRefused,
     ToPool,
 )
+from poolgrid.server.process.clock import Clock, within
+from poolgrid.server.process.log_lines import Complaints, about
+from poolgrid.server.process.tasks import Restart, supervised
+from poolgrid.server.transport.zmq_socket import CallbackSocket, connect, make_socket
 
 log = logging.getLogger(__name__)
 

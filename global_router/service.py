@@ -2,7 +2,8 @@
 
 Rules
     1. All state is touched from one event loop. A request is in exactly one place: being placed (one task), or on
-       workers. What happens to it there, and what follows, is the table of ``poolgrid.serving.request_machine``.
+       workers. What happens to it there, and what follows, is the table of
+       ``poolgrid.kernel.requests.request_machine``.
     2. When no pool of its order can take a request and some are only full, it waits (``queue``); when none can
        serve it, it is refused at once.
     3. A request that lost its worker moves to the same pool first, or with ``enable_priority_retry``, as long as the
@@ -20,37 +21,37 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from poolgrid.forwarding.hop import OWN_HEADERS, WORKER_HEADER
-from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.core.choice.grid import PoolStanding
-from poolgrid.global_router.core.choice.request_hints import HintError, RequestHints, read_hints
-from poolgrid.global_router.core.document.axis import StageName
-from poolgrid.global_router.decisions import RequestDecision, RequestDecisions
-from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.global_router.placing import PoolPlacer
-from poolgrid.global_router.pools import PoolConnection, Pools, model_status
-from poolgrid.global_router.queue import NEW, Attempt, GlobalRouterQueue, Place, WaitingFlight
-from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings, Timings
-from poolgrid.global_router.tracker import Flight, ForwardedLeg, GlobalRouterTracker
-from poolgrid.inference import OUTPUT_LIMIT, InferenceRequest, Refused, ServedModel, header_priority
-from poolgrid.process.clock import Clock
-from poolgrid.process.tasks import detached
-from poolgrid.proxy.changes import POOLGRID
-from poolgrid.proxy.ports import ServerPlace
-from poolgrid.serving.fair_queue import QueuedRequest
-from poolgrid.serving.legs import LegEvent, PlaceNext
-from poolgrid.serving.links import LinksOnDemand
-from poolgrid.serving.metrics import LegTimer
-from poolgrid.serving.request_machine import RequestMachine
-from poolgrid.serving.token_delivery import CarriedDelivery, TokenDelivery
-from poolgrid.wire.answers import EndpointRow
-from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, Inability, MediaSpec, common
-from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
-from poolgrid.wire.requests import TokenDelta
-from poolgrid.wire.selection import ModelStatus, PoolStatus
-from poolgrid.wire.sessions import SessionTurn, tenant_key
-from poolgrid.wire.tasks import TASK_ROLES
-from poolgrid.wire.trace_context import TraceContext
+from poolgrid.kernel.pool_grids.axis import StageName
+from poolgrid.kernel.pool_grids.grid import PoolStanding
+from poolgrid.kernel.pool_grids.request_hints import HintError, RequestHints, read_hints
+from poolgrid.kernel.requests.inference import OUTPUT_LIMIT, InferenceRequest, Refused, ServedModel, header_priority
+from poolgrid.kernel.requests.legs import LegEvent, PlaceNext
+from poolgrid.kernel.requests.request_machine import RequestMachine
+from poolgrid.kernel.requests.token_delivery import CarriedDelivery, TokenDelivery
+from poolgrid.kernel.wire.answers import EndpointRow
+from poolgrid.kernel.wire.card import NO_CHAT_SPEC, ChatSpec, Inability, MediaSpec, common
+from poolgrid.kernel.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.kernel.wire.requests import TokenDelta
+from poolgrid.kernel.wire.selection import ModelStatus, PoolStatus
+from poolgrid.kernel.wire.sessions import SessionTurn, tenant_key
+from poolgrid.kernel.wire.tasks import TASK_ROLES
+from poolgrid.kernel.wire.trace_context import TraceContext
+from poolgrid.server.forwarding.hop import OWN_HEADERS, WORKER_HEADER
+from poolgrid.server.global_router.configuration import Configuration
+from poolgrid.server.global_router.decisions import RequestDecision, RequestDecisions
+from poolgrid.server.global_router.metrics import GlobalRouterMetrics
+from poolgrid.server.global_router.placing import PoolPlacer
+from poolgrid.server.global_router.pools import PoolConnection, Pools, model_status
+from poolgrid.server.global_router.queue import NEW, Attempt, GlobalRouterQueue, Place, WaitingFlight
+from poolgrid.server.global_router.settings import TIMINGS, GlobalRouterSettings, Timings
+from poolgrid.server.global_router.tracker import Flight, ForwardedLeg, GlobalRouterTracker
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.tasks import detached
+from poolgrid.server.proxy.changes import POOLGRID
+from poolgrid.server.proxy.ports import ServerPlace
+from poolgrid.server.serving.fair_queue import QueuedRequest
+from poolgrid.server.serving.links import LinksOnDemand
+from poolgrid.server.serving.metrics import LegTimer
 
 log = logging.getLogger(__name__)
 
@@ -172,8 +173,8 @@ class NextLeg:
 
 
 class GlobalRouterService:
-    """Implements ``poolgrid.inference.InferenceBackend`` and ``poolgrid.serving.request_tracker.Placer`` over
-    pools."""
+    """Implements ``poolgrid.kernel.requests.inference.InferenceBackend`` and
+    ``poolgrid.server.serving.request_tracker.Placer`` over pools."""
 
     def __init__(
         self,

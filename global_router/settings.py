@@ -7,9 +7,9 @@ from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from poolgrid.process.settings import InputFile
-from poolgrid.serving.router_settings import ServingSettings
-from poolgrid.wire.addresses import http_url_problem, is_name, parse_name, without_credentials
+from poolgrid.kernel.wire.addresses import http_url_problem, is_name, parse_name, without_credentials
+from poolgrid.server.process.settings import InputFile
+from poolgrid.server.serving.router_settings import ServingSettings
 
 
 @dataclass(frozen=True, slots=True)

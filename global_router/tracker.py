@@ -16,25 +16,25 @@ from dataclasses import dataclass
 
 import msgspec
 
-from poolgrid.global_router.configuration import Active, Configuration
-from poolgrid.global_router.core.choice.circuit_breaker import BreakerStep, Ticket
-from poolgrid.global_router.core.choice.closed_loop import LoopStep
-from poolgrid.global_router.core.choice.destination import Attribution, Destination, Served
-from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints
-from poolgrid.global_router.core.document.axis import StageName
-from poolgrid.global_router.decisions import RequestDecision
-from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.global_router.pools import PoolConnection, RoomAsked
-from poolgrid.process.clock import Clock
-from poolgrid.process.log_lines import about
-from poolgrid.serving.admission_queue import FullWorkers
-from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull, WorkerReported
-from poolgrid.serving.links import LinksOnDemand
-from poolgrid.serving.request_tracker import Placer, RequestTracker, RoutedRequest
-from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.requests import FinishReason
-from poolgrid.wire.selection import ALL_RANKS, Reservation, WorkerRank
-from poolgrid.wire.trace_context import TraceContext
+from poolgrid.kernel.pool_grids.axis import StageName
+from poolgrid.kernel.pool_grids.circuit_breaker import BreakerStep, Ticket
+from poolgrid.kernel.pool_grids.closed_loop import LoopStep
+from poolgrid.kernel.pool_grids.destination import Attribution, Destination, Served
+from poolgrid.kernel.pool_grids.request_hints import ExpectedOutput, RequestHints
+from poolgrid.kernel.requests.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull, WorkerReported
+from poolgrid.kernel.wire.identifiers import Stage
+from poolgrid.kernel.wire.requests import FinishReason
+from poolgrid.kernel.wire.selection import ALL_RANKS, Reservation, WorkerRank
+from poolgrid.kernel.wire.trace_context import TraceContext
+from poolgrid.server.global_router.configuration import Active, Configuration
+from poolgrid.server.global_router.decisions import RequestDecision
+from poolgrid.server.global_router.metrics import GlobalRouterMetrics
+from poolgrid.server.global_router.pools import PoolConnection, RoomAsked
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.log_lines import about
+from poolgrid.server.serving.admission_queue import FullWorkers
+from poolgrid.server.serving.links import LinksOnDemand
+from poolgrid.server.serving.request_tracker import Placer, RequestTracker, RoutedRequest
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Build ``src/poolgrid/frontend/models/tiny``: the model directory that the simulated engine speaks. No weights.
+"""Build ``src/poolgrid/server/frontend/models/tiny``: the model directory that the simulated engine speaks. No weights.
 
 ``python -m lab.build_tiny [DIRECTORY]`` trains a byte-level BPE tokenizer of 4,096 tokens on the
 source of standard library modules that every CPython has, and writes it in Hugging Face form. The same interpreter and
@@ -23,7 +23,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 
 VOCAB_SIZE = 4096
 MAX_POSITION_EMBEDDINGS = 262_144

@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.process.clock import Clock
-from poolgrid.process.lifecycle import GroupPlace
-from poolgrid.process.plugins import EVENT_PLANES, is_installed, load_plugin, plugin
-from poolgrid.process.tasks import detached, unless
-from poolgrid.proxy.opening import open_forwarding
-from poolgrid.proxy.prompt_record import PromptRecord
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
-from poolgrid.router.http_api import (
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.wire.addresses import CONSOLIDATOR, ROUTER, is_name
+from poolgrid.kernel.wire.card import WorkerCard
+from poolgrid.kernel.wire.ingest import Leader
+from poolgrid.server.consolidator.settings import ConsolidatorSettings
+from poolgrid.server.frontend.prompt_model import PromptModel
+from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.lifecycle import GroupPlace
+from poolgrid.server.process.plugins import EVENT_PLANES, is_installed, load_plugin, plugin
+from poolgrid.server.process.tasks import detached, unless
+from poolgrid.server.proxy.opening import open_forwarding
+from poolgrid.server.proxy.prompt_record import PromptRecord
+from poolgrid.server.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
+from poolgrid.server.router.http_api import (
     Completeness,
     add_drain_endpoint,
     add_index_endpoint,
@@ -34,23 +37,20 @@ from poolgrid.router.http_api import (
     readiness,
     troubles,
 )
-from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.policy_loading import make_state
-from poolgrid.router.select_plane import SelectPlane
-from poolgrid.router.service import RouterService
-from poolgrid.router.settings import RouterSettings
-from poolgrid.router.state_metrics import DecisionRecordCollector, register_views
-from poolgrid.serving.links import links_that_fit
-from poolgrid.serving.router_process import RouterProcess
-from poolgrid.transport.planes import MakeContext
-from poolgrid.wire.addresses import CONSOLIDATOR, ROUTER, is_name
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.ingest import Leader
+from poolgrid.server.router.metrics import RouterMetrics
+from poolgrid.server.router.policy_loading import make_state
+from poolgrid.server.router.select_plane import SelectPlane
+from poolgrid.server.router.service import RouterService
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.router.state_metrics import DecisionRecordCollector, register_views
+from poolgrid.server.serving.links import links_that_fit
+from poolgrid.server.serving.router_process import RouterProcess
+from poolgrid.server.transport.planes import MakeContext
 
 if TYPE_CHECKING:
-    from poolgrid.consolidator.service import ConsolidatorService
-    from poolgrid.discovery.discovery import Discovery
-    from poolgrid.router.decision_journal.recorder import DecisionRecorder
+    from poolgrid.server.consolidator.service import ConsolidatorService
+    from poolgrid.server.discovery.discovery import Discovery
+    from poolgrid.server.router.decision_journal.recorder import DecisionRecorder
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +72,8 @@ class Endpoints(NamedTuple):
     """Where this process alone answers, when several share the port."""
 
 
-FLEET_PAGE = "poolgrid.fleet_page.router_source"
-ENDPOINT_PICKER = "poolgrid.router.endpoint_picker.server"
+FLEET_PAGE = "poolgrid.plugins.fleet_page.router_source"
+ENDPOINT_PICKER = "poolgrid.plugins.endpoint_picker.server"
 """Modules that an installation may lack."""
 
 
@@ -204,7 +204,7 @@ def _make_feed(
     if settings.on_nats:
         return RemoteFeed("", "", awake, make_context), None  # the event plane knows which consolidator is active
     # Late: most routers follow a consolidator elsewhere.
-    from poolgrid.consolidator.bootstrap import create as create_consolidator
+    from poolgrid.server.consolidator.bootstrap import create as create_consolidator
 
     embedded = create_consolidator(consolidator, registry, clock, make_context)
     return EmbeddedFeed(embedded), embedded
@@ -237,7 +237,7 @@ def _follow_by_name(settings: RouterSettings, names: Discovery, feed: RemoteFeed
     feed_name, query_name = settings.feed_endpoint, settings.query_endpoint
     if feed_name is None or query_name is None or not is_name(feed_name):
         return
-    from poolgrid.discovery.discovery import DiscoveredConsolidator
+    from poolgrid.server.discovery.discovery import DiscoveredConsolidator
 
     def move(where: list[str]) -> None:
         detached(feed.move(where[0], where[1]), "move to another consolidator")
@@ -278,7 +278,7 @@ def _open_recorder(
     if consolidator.data_dir is None:
         return None
     # Late: routers without a data_dir record nothing.
-    from poolgrid.router.decision_journal.opening import open_recorder
+    from poolgrid.server.router.decision_journal.opening import open_recorder
 
     recorder = open_recorder(settings, consolidator, state, awake)
     if recorder is not None:

@@ -14,15 +14,9 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from poolgrid.inference import InferenceRequest
-from poolgrid.process.clock import Clock
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.engine_backlog import ENOUGH_TO_COMPUTE, waits_too_long, with_enough
-from poolgrid.router.core.inputs import TurnOffered, WorkerWanted
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import PROMPT_STAGES, NoWorker, Planner, PolicyFailed
-from poolgrid.router.core.stage_plan import (
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.decision.stage_plan import (
     DECODE_ROLES,
     EITHER_ROLES,
     ENCODE_LEG,
@@ -38,16 +32,22 @@ from poolgrid.router.core.stage_plan import (
     first_leg,
     spec_of,
 )
-from poolgrid.router.fleet_links import FleetLinks
-from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure
-from poolgrid.router.session_naming import SessionNaming
-from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.admission_queue import FullWorkers
-from poolgrid.serving.legs import LegPlan
-from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path, seed_of
-from poolgrid.wire.hashing import TOKEN_BYTES
-from poolgrid.wire.identifiers import Role, Stage, WorkerKey
-from poolgrid.wire.tasks import stage_of
+from poolgrid.kernel.requests.inference import InferenceRequest
+from poolgrid.kernel.requests.legs import LegPlan
+from poolgrid.kernel.routing.engine_backlog import ENOUGH_TO_COMPUTE, waits_too_long, with_enough
+from poolgrid.kernel.routing.inputs import TurnOffered, WorkerWanted
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.selector import PROMPT_STAGES, NoWorker, Planner, PolicyFailed
+from poolgrid.kernel.wire.hashing import TOKEN_BYTES
+from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.kernel.wire.tasks import stage_of
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.router.fleet_links import FleetLinks
+from poolgrid.server.router.placement import LocalRequest, Placement, PlacementFailure
+from poolgrid.server.router.session_naming import SessionNaming
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.serving.admission_queue import FullWorkers
+from poolgrid.server.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path, seed_of
 
 log: Final = logging.getLogger(__name__)
 
@@ -469,7 +469,7 @@ VALUE_CHARS_MAX = 64
 def ttft_target_ms(hints: Mapping[str, Any]) -> float:
     """Return the target of ``InferenceRequest.hints``, 0 without one; ``nvext`` wins over the header.
 
-    A global router reads more of them, and refuses what it cannot read (``poolgrid.global_router.core.choice``). Here
+    A global router reads more of them, and refuses what it cannot read (``poolgrid.kernel.pool_grids.choice``). Here
     a target only helps to choose between workers, so one that is no number of milliseconds above 0 asks for nothing.
     """
     nvext = hints.get("nvext")

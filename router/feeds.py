@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
 
-from poolgrid.consolidator.feed_follower import FeedFollower
-from poolgrid.consolidator.ports import PoolListener
-from poolgrid.process.clock import Clock
-from poolgrid.process.tasks import unless
-from poolgrid.wire.ingest import LoadingWorker
+from poolgrid.kernel.journal.ports import PoolListener
+from poolgrid.kernel.wire.ingest import LoadingWorker
+from poolgrid.server.consolidator.feed_follower import FeedFollower
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.tasks import unless
 
 if TYPE_CHECKING:
-    from poolgrid.consolidator.service import ConsolidatorService
+    from poolgrid.server.consolidator.service import ConsolidatorService
 
 SILENCE_MS = 2500.0
 """Silence of a consolidator that is worth a word: it publishes at least every 500 ms."""

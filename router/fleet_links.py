@@ -24,14 +24,14 @@ from collections.abc import Callable, Mapping
 
 import zmq
 
-from poolgrid.process.clock import Clock, within
-from poolgrid.process.log_lines import about
-from poolgrid.router.core.fleet import Worker
-from poolgrid.serving.legs import LegEvent
-from poolgrid.serving.links import LINKS_MAX, LinkTable, OpenLink, WorkerLink
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.feed import own_stream
-from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
+from poolgrid.kernel.projection.fleet import Worker
+from poolgrid.kernel.requests.legs import LegEvent
+from poolgrid.kernel.wire.card import WorkerCard
+from poolgrid.kernel.wire.feed import own_stream
+from poolgrid.kernel.wire.identifiers import StreamState, WorkerId, WorkerKey
+from poolgrid.server.process.clock import Clock, within
+from poolgrid.server.process.log_lines import about
+from poolgrid.server.serving.links import LINKS_MAX, LinkTable, OpenLink, WorkerLink
 
 log = logging.getLogger(__name__)
 

@@ -25,31 +25,13 @@ from fastapi.responses import StreamingResponse
 from msgspec import Raw, Struct, structs
 from msgspec.structs import asdict
 
-from poolgrid.consolidator.core.session_table import SessionTable
-from poolgrid.diagnosis.rules import ReuseVerdict
-from poolgrid.frontend.app import Readiness
-from poolgrid.frontend.errors import RequestError, invalid, refused
-from poolgrid.frontend.media.loader import MediaLoader
-from poolgrid.frontend.openapi import ROUTE_REQUEST, ROUTE_STATUSES, error_answers
-from poolgrid.frontend.preparation import Preparation
-from poolgrid.frontend.prepared_request import PreparedRequest
-from poolgrid.frontend.prompts import tokenize
-from poolgrid.frontend.request_body import BodyReader, RequestIds
-from poolgrid.frontend.schema import parse
-from poolgrid.frontend.sequences import sequences_of
-from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.inference import Refused
-from poolgrid.process.clock import Clock
-from poolgrid.router.core.fleet import Worker
-from poolgrid.router.core.prefix_index import HASHES_END
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.placement import LocalRequest
-from poolgrid.router.select_plane import SelectPlane
-from poolgrid.router.service import RouterService
-from poolgrid.serving.fair_queue import QueuedRequest
-from poolgrid.serving.router_process import decision_not_found
-from poolgrid.wire.addresses import COMPONENTS
-from poolgrid.wire.answers import (
+from poolgrid.kernel.consolidation.session_table import SessionTable
+from poolgrid.kernel.index.prefix_index import HASHES_END
+from poolgrid.kernel.projection.fleet import Worker
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.requests.inference import Refused
+from poolgrid.kernel.wire.addresses import COMPONENTS
+from poolgrid.kernel.wire.answers import (
     DecisionList,
     DoctorAnswer,
     DrainAnswer,
@@ -73,16 +55,34 @@ from poolgrid.wire.answers import (
     WorkerList,
     WorkerRow,
 )
-from poolgrid.wire.hashing import TOKEN_BYTES
-from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
-from poolgrid.wire.ingest import LoadingWorker
-from poolgrid.wire.limits import DRAIN_TIMEOUT_MS_MAX, IDENTIFIER_BYTES_MAX
-from poolgrid.wire.selection import PoolStatus, RoleStatus
-from poolgrid.wire.sessions import SessionRecord, TurnEnding
-from poolgrid.wire.tasks import TASK_ROLES
+from poolgrid.kernel.wire.hashing import TOKEN_BYTES
+from poolgrid.kernel.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.kernel.wire.ingest import LoadingWorker
+from poolgrid.kernel.wire.limits import DRAIN_TIMEOUT_MS_MAX, IDENTIFIER_BYTES_MAX
+from poolgrid.kernel.wire.selection import PoolStatus, RoleStatus
+from poolgrid.kernel.wire.sessions import SessionRecord, TurnEnding
+from poolgrid.kernel.wire.tasks import TASK_ROLES
+from poolgrid.server.diagnosis.rules import ReuseVerdict
+from poolgrid.server.frontend.app import Readiness
+from poolgrid.server.frontend.errors import RequestError, invalid, refused
+from poolgrid.server.frontend.media.loader import MediaLoader
+from poolgrid.server.frontend.openapi import ROUTE_REQUEST, ROUTE_STATUSES, error_answers
+from poolgrid.server.frontend.preparation import Preparation
+from poolgrid.server.frontend.prepared_request import PreparedRequest
+from poolgrid.server.frontend.prompts import tokenize
+from poolgrid.server.frontend.request_body import BodyReader, RequestIds
+from poolgrid.server.frontend.schema import parse
+from poolgrid.server.frontend.sequences import sequences_of
+from poolgrid.server.frontend.tokenization import TokenizationPool
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.router.placement import LocalRequest
+from poolgrid.server.router.select_plane import SelectPlane
+from poolgrid.server.router.service import RouterService
+from poolgrid.server.serving.fair_queue import QueuedRequest
+from poolgrid.server.serving.router_process import decision_not_found
 
 if TYPE_CHECKING:
-    from poolgrid.router.decision_journal.recorder import DecisionRecorder
+    from poolgrid.server.router.decision_journal.recorder import DecisionRecorder
 
 DECISIONS_LISTED_MAX = 1000
 SESSIONS_LISTED_MAX = 1000

@@ -3,8 +3,8 @@
 Rules
     1. A snapshot is loaded next to the state in use and replaces it in one step; records that come meanwhile wait.
     2. What takes a moment is applied at once; more in slices, in their order, in turn with all else that is done in
-       bulk (``poolgrid.process.tasks``). Nothing is left out. What ends a slice is what its records hold: one of a
-       worker that reports its whole cache again holds a hundred times what one of an engine's step does.
+       bulk (``poolgrid.server.process.tasks``). Nothing is left out. What ends a slice is what its records hold: one of
+       a worker that reports its whole cache again holds a hundred times what one of an engine's step does.
     3. The router is *level* when all that arrived is applied. What is decided before is marked as behind.
     4. The state that a snapshot replaced is freed in slices too.
     5. Records that cannot be applied (a hole, a bug) end in a snapshot: what follows them is of no use and is dropped,
@@ -19,15 +19,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
-from poolgrid.consolidator.core.event_work import units_of
-from poolgrid.process.clock import Clock
-from poolgrid.process.tasks import BulkWork
-from poolgrid.router.core.inputs import RecordsArrived, SnapshotArrived
-from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, SnapshotLoad
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.wire.events import JournalRecord
-from poolgrid.wire.feed import BlockChain, WorkerState
-from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
+from poolgrid.kernel.consolidation.event_work import units_of
+from poolgrid.kernel.projection.projection import LOAD_STEP_BLOCKS, SnapshotLoad
+from poolgrid.kernel.routing.inputs import RecordsArrived, SnapshotArrived
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.wire.events import JournalRecord
+from poolgrid.kernel.wire.feed import BlockChain, WorkerState
+from poolgrid.kernel.wire.sessions import NO_SESSIONS, SessionsSnapshot
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.tasks import BulkWork
 
 log: Final = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ ARRIVED_RECORDS_MAX: Final = 100_000
 
 
 class JournalApplier:
-    """Implements ``poolgrid.consolidator.ports.PoolListener`` over the router's state."""
+    """Implements ``poolgrid.kernel.journal.ports.PoolListener`` over the router's state."""
 
     def __init__(
         self,

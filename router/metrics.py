@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.diagnosis.rules import UncachedSplit
-from poolgrid.process.instruments import Counter, Histogram
-from poolgrid.serving.metrics import ServingMetrics
+from poolgrid.server.diagnosis.rules import UncachedSplit
+from poolgrid.server.process.instruments import Counter, Histogram
+from poolgrid.server.serving.metrics import ServingMetrics
 
 DECISION_SECONDS_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
 TTFT_ERROR_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)

@@ -10,15 +10,15 @@ from enum import StrEnum
 
 import msgspec
 
-from poolgrid.process.tracing.record import SpanRecord, Value
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.lineage import Known
-from poolgrid.router.core.selector import NoWorker, PolicyFailed
-from poolgrid.router.core.stage_plan import LegSpec
-from poolgrid.serving.fair_queue import QueuedRequest
-from poolgrid.serving.legs import Dispatch
-from poolgrid.serving.request_tracker import RoutedRequest
-from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.decision.stage_plan import LegSpec
+from poolgrid.kernel.projection.lineage import Known
+from poolgrid.kernel.requests.legs import Dispatch
+from poolgrid.kernel.requests.trace_record import SpanRecord, Value
+from poolgrid.kernel.routing.selector import NoWorker, PolicyFailed
+from poolgrid.kernel.wire.identifiers import STAGE_WORD, Stage, WorkerKey
+from poolgrid.server.serving.fair_queue import QueuedRequest
+from poolgrid.server.serving.request_tracker import RoutedRequest
 
 
 class WaitCause(StrEnum):

@@ -8,15 +8,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from poolgrid.process.plugins import POLICIES, load_plugin, plugin_names, policy_names
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, Policy, PolicyOptions
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.settings import RouterSettings
+from poolgrid.kernel.decision.policy import APPROXIMATE_TTL_MS, Policy, PolicyOptions
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.server.process.plugins import POLICIES, load_plugin, plugin_names, policy_names
+from poolgrid.server.router.settings import RouterSettings
 
 
 class PolicyError(ValueError):

@@ -27,18 +27,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from poolgrid.inference import InferenceRequest, Refused
-from poolgrid.process.clock import Clock, within
-from poolgrid.router.choosing import Chooser
-from poolgrid.router.core.lane_placer import LanePlacer, Tried, is_long, place_turns
-from poolgrid.router.core.policy import HELD_MAX
-from poolgrid.router.core.working_set import AGE_MS
-from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.placement import LocalRequest, PlacementFailure, WaitCause
-from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.admission_queue import RETRY_AFTER_MAX_S, AdmissionQueue
-from poolgrid.serving.fair_queue import QueuedRequest, QueueOrder
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.kernel.decision.policy import HELD_MAX
+from poolgrid.kernel.requests.inference import InferenceRequest, Refused
+from poolgrid.kernel.routing.working_set import AGE_MS
+from poolgrid.kernel.wire.identifiers import WorkerKey
+from poolgrid.server.process.clock import Clock, within
+from poolgrid.server.router.choosing import Chooser
+from poolgrid.server.router.lane_placer import LanePlacer, Tried, is_long, place_turns
+from poolgrid.server.router.metrics import RouterMetrics
+from poolgrid.server.router.placement import LocalRequest, PlacementFailure, WaitCause
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.serving.admission_queue import RETRY_AFTER_MAX_S, AdmissionQueue
+from poolgrid.server.serving.fair_queue import QueuedRequest, QueueOrder
 
 SESSIONS: Final = "\0sessions"
 """Ends the name of such a lane; no model has one like it."""

@@ -17,28 +17,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
-from poolgrid.process.clock import Clock
-from poolgrid.process.log_lines import Complaints, shown_peer
-from poolgrid.process.tracing.record import SpanRecord
-from poolgrid.process.tracing.tracing import Tracing
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.fleet import Worker, chat_of, inabilities_of, media_of
-from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
-from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, ONE_LEG_ROLES, PREFILL_ROLES, WHOLE_ROLES
-from poolgrid.router.placement import tell_decision
-from poolgrid.router.service import RouterService
-from poolgrid.transport.planes import name_plane
-from poolgrid.transport.zmq_socket import CallbackSocket, bind, make_socket
-from poolgrid.wire import codec
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.hashing import unpack_hashes
-from poolgrid.wire.identifiers import Role, Stage, WorkerId, WorkerKey
-from poolgrid.wire.ingest import LoadingWorker
-from poolgrid.wire.limits import LORAS_PER_WORKER_MAX, POOL_MODELS_MAX, REFUSAL_REASONS_MAX, TEXT_CHARS_MAX
-from poolgrid.wire.selection import (
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.decision.stage_plan import DECODE_ROLES, ENCODE_ROLES, ONE_LEG_ROLES, PREFILL_ROLES, WHOLE_ROLES
+from poolgrid.kernel.projection.fleet import Worker, chat_of, inabilities_of, media_of
+from poolgrid.kernel.requests.trace_record import SpanRecord
+from poolgrid.kernel.routing.inputs import Booked, Released, Renewed, WorkerWanted
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.selector import Found, NoWorker, PolicyFailed
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.hashing import unpack_hashes
+from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerId, WorkerKey
+from poolgrid.kernel.wire.ingest import LoadingWorker
+from poolgrid.kernel.wire.limits import LORAS_PER_WORKER_MAX, POOL_MODELS_MAX, REFUSAL_REASONS_MAX, TEXT_CHARS_MAX
+from poolgrid.kernel.wire.selection import (
     ALL_RANKS,
     AskStatus,
     FromPool,
@@ -55,6 +48,13 @@ from poolgrid.wire.selection import (
     SelectRefused,
     WorkerRank,
 )
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.log_lines import Complaints, shown_peer
+from poolgrid.server.process.tracing.tracing import Tracing
+from poolgrid.server.router.placement import tell_decision
+from poolgrid.server.router.service import RouterService
+from poolgrid.server.transport.planes import name_plane
+from poolgrid.server.transport.zmq_socket import CallbackSocket, bind, make_socket
 
 log = logging.getLogger(__name__)
 

@@ -3,12 +3,12 @@
 Rules
     1. All state is touched from one event loop, in callbacks that never await: a decision is read, sent and booked in
        one go.
-    2. A request is in exactly one place: waiting (``poolgrid.router.queue``), or on workers
-       (``poolgrid.router.tracker``). What happens to it there, and what follows, is the table of
-       ``poolgrid.serving.request_machine``.
+    2. A request is in exactly one place: waiting (``poolgrid.server.router.queue``), or on workers
+       (``poolgrid.server.router.tracker``). What happens to it there, and what follows, is the table of
+       ``poolgrid.kernel.requests.request_machine``.
     3. A worker that failed a request, or refused it, comes last for it.
-    4. What is decided while the router catches up with its journal (``poolgrid.router.journal_applier``) is marked as
-       behind.
+    4. What is decided while the router catches up with its journal (``poolgrid.server.router.journal_applier``) is
+       marked as behind.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Final
 
-from poolgrid.inference import InferenceRequest, Refused, ServedModel
-from poolgrid.process.clock import Clock
-from poolgrid.process.figures import counted
-from poolgrid.process.tasks import BulkWork, Restart, cancel_all, supervised
-from poolgrid.proxy.ports import ServerPlace
-from poolgrid.router.choosing import Chooser
-from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.fleet import Worker, chat_of, inabilities_of, media_of, tasks_of
-from poolgrid.router.core.load_ledger import CROWDING_RETRIES
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import PROMPT_STAGES
-from poolgrid.router.feeds import JournalFeed
-from poolgrid.router.fleet_links import FIRST_CONTACT_MS, CompatibilityCheck, FleetLinks
-from poolgrid.router.journal_applier import JournalApplier
-from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure, WaitCause, tell_decision
-from poolgrid.router.queue import RouterQueue, lane_of, queue_span
-from poolgrid.router.settings import RouterSettings
-from poolgrid.router.tracker import RouterTracker
-from poolgrid.serving.admission_queue import FullWorkers
-from poolgrid.serving.legs import Dispatch, LegEvent, PlaceNext
-from poolgrid.serving.links import LINKS_MAX, OpenLink
-from poolgrid.serving.metrics import LegTimer
-from poolgrid.serving.request_machine import RequestMachine
-from poolgrid.serving.token_delivery import CarriedDelivery, TokenDelivery
-from poolgrid.wire.identifiers import Role, StreamState, WorkerKey
-from poolgrid.wire.requests import TokenDelta
-from poolgrid.wire.tasks import TASK_ROLES
-from poolgrid.wire.trace_context import TraceContext
+from poolgrid.kernel.decision.decision import Decision, DecisionLog
+from poolgrid.kernel.projection.approximate_index import ApproximateIndex
+from poolgrid.kernel.projection.fleet import Worker, chat_of, inabilities_of, media_of, tasks_of
+from poolgrid.kernel.projection.load_ledger import CROWDING_RETRIES
+from poolgrid.kernel.requests.inference import InferenceRequest, Refused, ServedModel
+from poolgrid.kernel.requests.legs import Dispatch, LegEvent, PlaceNext
+from poolgrid.kernel.requests.request_machine import RequestMachine
+from poolgrid.kernel.requests.token_delivery import CarriedDelivery, TokenDelivery
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.selector import PROMPT_STAGES
+from poolgrid.kernel.wire.identifiers import Role, StreamState, WorkerKey
+from poolgrid.kernel.wire.requests import TokenDelta
+from poolgrid.kernel.wire.tasks import TASK_ROLES
+from poolgrid.kernel.wire.trace_context import TraceContext
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.figures import counted
+from poolgrid.server.process.tasks import BulkWork, Restart, cancel_all, supervised
+from poolgrid.server.proxy.ports import ServerPlace
+from poolgrid.server.router.choosing import Chooser
+from poolgrid.server.router.feeds import JournalFeed
+from poolgrid.server.router.fleet_links import FIRST_CONTACT_MS, CompatibilityCheck, FleetLinks
+from poolgrid.server.router.journal_applier import JournalApplier
+from poolgrid.server.router.metrics import RouterMetrics
+from poolgrid.server.router.placement import LocalRequest, Placement, PlacementFailure, WaitCause, tell_decision
+from poolgrid.server.router.queue import RouterQueue, lane_of, queue_span
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.router.tracker import RouterTracker
+from poolgrid.server.serving.admission_queue import FullWorkers
+from poolgrid.server.serving.links import LINKS_MAX, OpenLink
+from poolgrid.server.serving.metrics import LegTimer
 
 log: Final = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ FORWARDED_ROLES: Final = (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
 
 
 class RouterService:
-    """Implements ``poolgrid.inference.InferenceBackend`` and ``poolgrid.serving.request_tracker.Placer`` over
-    one pool of workers."""
+    """Implements ``poolgrid.kernel.requests.inference.InferenceBackend`` and
+    ``poolgrid.server.serving.request_tracker.Placer`` over one pool of workers."""
 
     def __init__(
         self,

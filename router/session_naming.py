@@ -7,14 +7,14 @@ from typing import Final
 
 import msgspec
 
-from poolgrid.consolidator.core.session_table import IDLE_MAX_MS
-from poolgrid.inference import InferenceRequest
-from poolgrid.router.core.lineage import Known, anchor_of, digest_of
-from poolgrid.router.core.projection import Projection
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
-from poolgrid.wire.requests import FinishReason
-from poolgrid.wire.sessions import SessionTurn, TurnAnswer, TurnEnding, tenant_key
+from poolgrid.kernel.consolidation.session_table import IDLE_MAX_MS
+from poolgrid.kernel.projection.lineage import Known, anchor_of, digest_of
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.requests.inference import InferenceRequest
+from poolgrid.kernel.wire.card import WorkerCard
+from poolgrid.kernel.wire.hashing import TOKEN_BYTES, stable_u64
+from poolgrid.kernel.wire.requests import FinishReason
+from poolgrid.kernel.wire.sessions import SessionTurn, TurnAnswer, TurnEnding, tenant_key
 
 COMPLETE: Final = (FinishReason.STOP, FinishReason.LENGTH)
 """How an answer ends that a later prompt repeats."""

@@ -6,15 +6,15 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.process.nats_settings import EventPlaneSettings
-from poolgrid.process.plugins import is_installed, policy_names
-from poolgrid.process.settings import Settings, ZmqAddress
-from poolgrid.router.core.load_ledger import LEDGER_BYTES
-from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, HOLD_LIMIT_MS
-from poolgrid.serving.router_settings import ServingSettings
-from poolgrid.wire.addresses import is_name
+from poolgrid.kernel.decision.policy import APPROXIMATE_TTL_MS, HOLD_LIMIT_MS
+from poolgrid.kernel.projection.load_ledger import LEDGER_BYTES
+from poolgrid.kernel.wire.addresses import is_name
+from poolgrid.server.process.nats_settings import EventPlaneSettings
+from poolgrid.server.process.plugins import is_installed, policy_names
+from poolgrid.server.process.settings import Settings, ZmqAddress
+from poolgrid.server.serving.router_settings import ServingSettings
 
-EXT_PROC = ("grpc", "google.protobuf", "poolgrid.router.endpoint_picker")
+EXT_PROC = ("grpc", "google.protobuf", "poolgrid.plugins.endpoint_picker")
 """What the endpoint picker needs: libraries of the extra ``ext-proc``, and the folder of the plug-in."""
 
 

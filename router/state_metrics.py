@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from poolgrid.router.service import RouterService
-from poolgrid.serving.admission_queue import queue_metrics
-from poolgrid.wire.feed import OWN_STATES, WORKER_SOURCE
-from poolgrid.wire.identifiers import StreamState
+from poolgrid.kernel.wire.feed import OWN_STATES, WORKER_SOURCE
+from poolgrid.kernel.wire.identifiers import StreamState
+from poolgrid.server.router.service import RouterService
+from poolgrid.server.serving.admission_queue import queue_metrics
 
 if TYPE_CHECKING:
-    from poolgrid.router.decision_journal.recorder import DecisionRecorder
+    from poolgrid.server.router.decision_journal.recorder import DecisionRecorder
 
 PREFIX = "poolgrid_router"
 WORKER_STATES = ("ready", "draining", "unreachable")

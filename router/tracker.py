@@ -11,22 +11,10 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from poolgrid.inference import Carrier, InferenceRequest
-from poolgrid.process.clock import Clock
-from poolgrid.process.instruments import Counter
-from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.engine_backlog import times_ms
-from poolgrid.router.core.examiner import Examiner, uncached_of
-from poolgrid.router.core.inputs import Booked, Expired, Overcommitted, PromptComputed, Released
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import PROMPT_STAGES
-from poolgrid.router.core.stream_health import TOKENS_MIN
-from poolgrid.router.fleet_links import FleetLinks
-from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.placement import LocalRequest, Placement
-from poolgrid.router.session_naming import SessionNaming
-from poolgrid.serving.admission_queue import FULL, FullWorkers
-from poolgrid.serving.legs import (
+from poolgrid.kernel.decision.decision import Decision, DecisionLog
+from poolgrid.kernel.projection.stream_health import TOKENS_MIN
+from poolgrid.kernel.requests.inference import Carrier, InferenceRequest
+from poolgrid.kernel.requests.legs import (
     AvoidWorker,
     Dispatch,
     EndRequest,
@@ -35,15 +23,27 @@ from poolgrid.serving.legs import (
     WorkerOvercommitted,
     WorkerReported,
 )
-from poolgrid.serving.prompt_paths import ReuseSketch
-from poolgrid.serving.request_tracker import Placer, RequestTracker
-from poolgrid.wire.hashing import TOKEN_BYTES
-from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey, dispatch_of
-from poolgrid.wire.requests import FinishReason, ForwardBegan, ForwardEnded
-from poolgrid.wire.trace_context import TraceContext
+from poolgrid.kernel.routing.engine_backlog import times_ms
+from poolgrid.kernel.routing.inputs import Booked, Expired, Overcommitted, PromptComputed, Released
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.selector import PROMPT_STAGES
+from poolgrid.kernel.wire.hashing import TOKEN_BYTES
+from poolgrid.kernel.wire.identifiers import STAGE_WORD, Stage, WorkerKey, dispatch_of
+from poolgrid.kernel.wire.requests import FinishReason, ForwardBegan, ForwardEnded
+from poolgrid.kernel.wire.trace_context import TraceContext
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.instruments import Counter
+from poolgrid.server.router.examiner import Examiner, uncached_of
+from poolgrid.server.router.fleet_links import FleetLinks
+from poolgrid.server.router.metrics import RouterMetrics
+from poolgrid.server.router.placement import LocalRequest, Placement
+from poolgrid.server.router.session_naming import SessionNaming
+from poolgrid.server.serving.admission_queue import FULL, FullWorkers
+from poolgrid.server.serving.prompt_paths import ReuseSketch
+from poolgrid.server.serving.request_tracker import Placer, RequestTracker
 
 if TYPE_CHECKING:
-    from poolgrid.router.decision_journal.recorder import DecisionRecorder
+    from poolgrid.server.router.decision_journal.recorder import DecisionRecorder
 
 log = logging.getLogger(__name__)
 

@@ -12,45 +12,45 @@ import zmq
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric
 
-from poolgrid.consolidator.bootstrap import create as create_consolidator
-from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.discovery.discovery import DiscoveryMetrics
-from poolgrid.discovery.registry import Registry, Seen
-from poolgrid.frontend.media.loader import MediaMetrics
-from poolgrid.frontend.metrics import FrontendMetrics
-from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.document_file import read_document_file
-from poolgrid.global_router.http_api import register_views as register_pool_views
-from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.global_router.pools import Pools
-from poolgrid.global_router.router_link import PoolNetwork
-from poolgrid.global_router.service import GlobalRouterService
-from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.http.connections import HttpConnections
-from poolgrid.http.http_settings import HttpLimits
-from poolgrid.nats.connection import foreign_counter
-from poolgrid.nats.election import LeaderElectionMetrics
-from poolgrid.process.clock import SystemClock
-from poolgrid.process.lifecycle import LoopMetrics
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.decision_journal.recorder import DecisionRecorder, DecisionSegments, settings_noted
-from poolgrid.router.endpoint_picker.metrics import PickerMetrics
-from poolgrid.router.feeds import EmbeddedFeed
-from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.policy_loading import load_policy
-from poolgrid.router.service import RouterService
-from poolgrid.router.settings import RouterSettings
-from poolgrid.router.state_metrics import DecisionRecordCollector, register_views
-from poolgrid.serving.links import LinksOnDemand, link_opener
-from poolgrid.transport.planes import PlaneMetrics
-from poolgrid.transport.security import SecuritySettings, Tls
-from poolgrid.wire.registration import Registration, encode_registration
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire.registration import Registration, encode_registration
+from poolgrid.plugins.endpoint_picker.metrics import PickerMetrics
+from poolgrid.plugins.nats.connection import foreign_counter
+from poolgrid.plugins.nats.election import LeaderElectionMetrics
+from poolgrid.server.consolidator.bootstrap import create as create_consolidator
+from poolgrid.server.consolidator.settings import ConsolidatorSettings
+from poolgrid.server.discovery.discovery import DiscoveryMetrics
+from poolgrid.server.discovery.registry import Registry, Seen
+from poolgrid.server.frontend.media.loader import MediaMetrics
+from poolgrid.server.frontend.metrics import FrontendMetrics
+from poolgrid.server.global_router.configuration import Configuration
+from poolgrid.server.global_router.document_file import read_document_file
+from poolgrid.server.global_router.http_api import register_views as register_pool_views
+from poolgrid.server.global_router.metrics import GlobalRouterMetrics
+from poolgrid.server.global_router.pools import Pools
+from poolgrid.server.global_router.router_link import PoolNetwork
+from poolgrid.server.global_router.service import GlobalRouterService
+from poolgrid.server.global_router.settings import GlobalRouterSettings
+from poolgrid.server.http.connections import HttpConnections
+from poolgrid.server.http.http_settings import HttpLimits
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.process.lifecycle import LoopMetrics
+from poolgrid.server.router.decision_journal.recorder import DecisionRecorder, DecisionSegments, settings_noted
+from poolgrid.server.router.feeds import EmbeddedFeed
+from poolgrid.server.router.metrics import RouterMetrics
+from poolgrid.server.router.policy_loading import load_policy
+from poolgrid.server.router.service import RouterService
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.router.state_metrics import DecisionRecordCollector, register_views
+from poolgrid.server.serving.links import LinksOnDemand, link_opener
+from poolgrid.server.transport.planes import PlaneMetrics
+from poolgrid.server.transport.security import SecuritySettings, Tls
+from poolgrid.server.workers.metrics import WorkerMetrics
+from poolgrid.server.workers.tensor_transfer.tensor_store import TensorMetrics
 from tests.consolidator.journal_builder import FakeDisk
 
 GRID = Path(__file__).parents[1] / "pool_configs" / "disagg_two_by_two.json"
@@ -104,7 +104,7 @@ async def _registered() -> list[Exported]:
     HttpConnections(HttpLimits(), registry)
     Tls.load(SecuritySettings(), registry)
     with contextlib.suppress(ModuleNotFoundError):  # its folder may be absent
-        from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
+        from poolgrid.plugins.trtllm.metrics import TrtllmMetrics
 
         TrtllmMetrics(registry)
     known = Registry()

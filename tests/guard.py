@@ -9,8 +9,8 @@ Rules
        its number may be another's.
     3. A command that watches over others (``poolgrid up``) ends them itself when it is told to end.
 
-Beside ``poolgrid.process.leash``, which stands between the two: here the tests are the parent, and signals, ids and
-statuses are the process's own.
+Beside ``poolgrid.server.process.leash``, which stands between the two: here the tests are the parent, and signals, ids
+and statuses are the process's own.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.workers.engines.registry import engines
+from poolgrid.server.workers.engines.registry import engines
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "poolgrid"
@@ -419,7 +419,7 @@ def test_nothing_imports_tensorrt_llms_folder() -> None:
 
 
 def test_every_engine_has_its_words() -> None:
-    prefix = "poolgrid.workers.engines."
+    prefix = "poolgrid.server.workers.engines."
     ours = [point.module.removeprefix(prefix) for point in engines().values() if point.module.startswith(prefix)]
     assert {engine.partition(".")[0] for engine in WORDS_OF_ENGINES} == {module.partition(".")[0] for module in ours}
     directories = {path.parent.name for path in (ROOT / ENGINES.replace(".", "/")).glob("*/definition.py")}
@@ -451,25 +451,29 @@ def test_the_page_has_a_row_for_every_package() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "words"),
     [
-        ("wire.codec", "import poolgrid.process.clock", "use only what wire may import: output_formats"),
-        ("wire.codec", "from poolgrid.process import clock", "process.clock is banned here"),
-        ("frontend.app", "from poolgrid.router.core.kv_policy import prompt_cost", "use only what frontend may import"),
+        ("wire.codec", "import poolgrid.server.process.clock", "use only what wire may import: output_formats"),
+        ("wire.codec", "from poolgrid.server.process import clock", "process.clock is banned here"),
+        (
+            "frontend.app",
+            "from poolgrid.kernel.routing.kv_policy import prompt_cost",
+            "use only what frontend may import",
+        ),
         (
             "router.service",
-            "def f():\n    from poolgrid.workers.settings import WorkerSettings",
+            "def f():\n    from poolgrid.server.workers.settings import WorkerSettings",
             "services never import each",
         ),
-        ("workers.service", "import poolgrid.router.service", "use wire: services never import each other"),
+        ("workers.service", "import poolgrid.server.router.service", "use wire: services never import each other"),
         (
             "router.core.policy",
-            "from poolgrid.router.settings import RouterSettings",
+            "from poolgrid.server.router.settings import RouterSettings",
             "use only what router.core may import",
         ),
-        ("consolidator.core.cursor", "from poolgrid.router.core.fleet import Fleet", "router.core.fleet"),
-        ("consolidator.service", "from poolgrid.router.service import RouterService", "router.service"),
+        ("consolidator.core.cursor", "from poolgrid.kernel.projection.fleet import Fleet", "router.core.fleet"),
+        ("consolidator.service", "from poolgrid.server.router.service import RouterService", "router.service"),
         (
             "tools.simulation.pool",
-            "from poolgrid.router.service import RouterService",
+            "from poolgrid.server.router.service import RouterService",
             "router.service.RouterService is banned here",
         ),
         ("tools.bench.client", "import tests.e2e", "tests.e2e is banned here"),
@@ -480,12 +484,12 @@ def test_the_page_has_a_row_for_every_package() -> None:
         ("workers.service", "from tensorrt_llm.llmapi import LLM", "use an engine in workers.engines"),
         (
             "workers.service",
-            "from poolgrid.workers.engines.simulated.opening import make_card",
+            "from poolgrid.plugins.simulated.opening import make_card",
             "only simulated knows itself",
         ),
         (
             "workers.engines.trtllm.engine",
-            "def f():\n    import poolgrid.workers.engines.simulated.opening",
+            "def f():\n    import poolgrid.plugins.simulated.opening",
             "only simulated knows itself",
         ),
         ("router.service", "print('x')", "print() is banned here, use a logger"),
@@ -516,15 +520,15 @@ def test_a_breach_is_found_and_named(module: str, source: str, words: str) -> No
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("wire.codec", "from poolgrid.wire.errors import DecodeError"),
+        ("wire.codec", "from poolgrid.kernel.wire.errors import DecodeError"),
         ("router.service", "import time, zmq, asyncio, logging"),
         ("transport.dealer", "import zmq\nzmq.Context().socket(zmq.DEALER).connect('tcp://[::1]:1')"),
         ("router.service", "import sqlite3\nsqlite3.connect('kept')"),
         ("workers.engines.trtllm.engine", "import torch"),
-        ("workers.engines.trtllm.engine", "from poolgrid.workers.engines.trtllm.calls import TrtllmCalls"),
-        ("tools.simulation.pool", "from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine"),
-        ("workers.engines.simulated.core.engine", "from poolgrid.workers.core.refusal import RefusedError"),
-        ("cli.main", "from poolgrid.tools.simulation.pool import SimulatedPool"),
+        ("workers.engines.trtllm.engine", "from poolgrid.plugins.trtllm.calls import TrtllmCalls"),
+        ("tools.simulation.pool", "from poolgrid.plugins.simulated.core.engine import SimulatedEngine"),
+        ("workers.engines.simulated.core.engine", "from poolgrid.kernel.worker_protocol.refusal import RefusedError"),
+        ("cli.main", "from poolgrid.plugins.simulation.pool import SimulatedPool"),
         (
             "router.service",
             "async def f():\n    async with asyncio.TaskGroup() as group:\n        group.create_task(g())",
@@ -540,16 +544,16 @@ def test_what_is_allowed_is_not_complained_about(module: str, source: str) -> No
 @pytest.mark.parametrize(
     "back",
     [
-        "import poolgrid.router.service",
-        "from poolgrid.router import service",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from poolgrid.router.service import RouterService",
-        "def f():\n    from poolgrid.router.service import RouterService",
+        "import poolgrid.server.router.service",
+        "from poolgrid.server.router import service",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from poolgrid.server.router.service import RouterService",
+        "def f():\n    from poolgrid.server.router.service import RouterService",
     ],
 )
 def test_a_circle_of_imports_is_found_and_named(back: str) -> None:
     sources = {
         "router": "",
-        "router.service": "from poolgrid.router.choosing import Chooser",
+        "router.service": "from poolgrid.server.router.choosing import Chooser",
         "router.choosing": "import asyncio",
     }
     assert circle(sources) == []

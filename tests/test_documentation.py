@@ -26,15 +26,15 @@ from lab.website.metrics_tables import EVERY_METRIC, FURTHER, with_tables, witho
 from lab.website.metrics_tables import PAGES as METRICS_PAGES
 from lab.website.parser_tables import PAGE as PARSERS_PAGE
 from lab.website.parser_tables import with_tables as with_parser_tables
-from poolgrid.cli.main import app
-from poolgrid.output_formats import CALL_NAMES, REASONING_NAMES
-from poolgrid.process.plugins import policy_names
-from poolgrid.process.settings import Settings
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.policy import Policy, RoutingRequest
-from poolgrid.router.policy_loading import PolicyError, load_policy
-from poolgrid.router.settings import RouterSettings
-from poolgrid.wire.events import RequestStarted
+from poolgrid.kernel.decision.policy import Policy, RoutingRequest
+from poolgrid.kernel.output_formats import CALL_NAMES, REASONING_NAMES
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.wire.events import RequestStarted
+from poolgrid.server.cli.main import app
+from poolgrid.server.process.plugins import policy_names
+from poolgrid.server.process.settings import Settings
+from poolgrid.server.router.policy_loading import PolicyError, load_policy
+from poolgrid.server.router.settings import RouterSettings
 from tests.exported_metrics import Exported, exported
 from tests.forms import needs_checkout
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, stored, worker_key
@@ -81,7 +81,7 @@ def _settings_models(base: type[Settings] = Settings) -> Iterator[type[Settings]
         yield from _settings_models(model)
 
 
-COMMANDS_OF_OTHER_PAGES = ("poolgrid.global_router.core.", "poolgrid.workers.engines.trtllm.")
+COMMANDS_OF_OTHER_PAGES = ("poolgrid.kernel.pool_grids.", "poolgrid.plugins.trtllm.")
 """Settings of parts that have no command of their own here yet."""
 
 

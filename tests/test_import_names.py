@@ -1,4 +1,4 @@
-"""Modules of ours are called by the name that is installed: ``poolgrid.router``, never ``router``.
+"""Modules of ours are called by the name that is installed: ``poolgrid.server.router``, never ``router``.
 
 Where tests run, the directory ``router`` can be imported as ``router`` too. That gives a second copy of each module,
 with classes and state of its own, and where poolgrid is installed it gives nothing at all.

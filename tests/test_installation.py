@@ -109,8 +109,8 @@ def test_a_source_distribution_has_all_packages_and_no_tests(tmp_path: Path) -> 
     assert not [name for name in names if name.startswith("tests")]
     assert {
         "src/poolgrid/py.typed",
-        "src/poolgrid/frontend/models/tiny/tokenizer.json",
-        "src/poolgrid/fleet_page/static/main.js",
+        "src/poolgrid/server/frontend/models/tiny/tokenizer.json",
+        "src/poolgrid/plugins/fleet_page/static/main.js",
     } <= names
 
 
@@ -124,7 +124,7 @@ def test_the_command_and_the_module_tell_the_version(installation: Installation,
 
 
 def test_the_installed_one_is_used_even_in_the_repository(installation: Installation) -> None:
-    program = "import poolgrid, poolgrid.router.service as s; print(poolgrid.__version__, s.__file__)"
+    program = "import poolgrid, poolgrid.server.router.service as s; print(poolgrid.__version__, s.__file__)"
 
     told = run(installation.bin / "python", "-c", program, cwd=ROOT)
 
@@ -133,9 +133,9 @@ def test_the_installed_one_is_used_even_in_the_repository(installation: Installa
 
 def test_what_an_installed_command_needs_at_run_time_is_there(installation: Installation) -> None:
     program = (
-        "from poolgrid.frontend.models import TINY_MODEL_PATH\n"
-        "from poolgrid.frontend.prompt_model import PromptModel\n"
-        "from poolgrid.workers.engines.trtllm.arguments.contract import contract\n"
+        "from poolgrid.server.frontend.models import TINY_MODEL_PATH\n"
+        "from poolgrid.server.frontend.prompt_model import PromptModel\n"
+        "from poolgrid.plugins.trtllm.arguments.contract import contract\n"
         "assert contract()\n"
         "print(PromptModel.load(TINY_MODEL_PATH, 'tiny').name)\n"
     )

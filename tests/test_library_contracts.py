@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 ROOT = Path(__file__).parents[1]
 
 BOUNDED = {
-    "httptools": "the HTTP parser's callbacks (src/poolgrid/http/request_framing.py)",
-    "jinja2": "contexts and macros (src/poolgrid/frontend/chat_template.py)",
-    "msgspec": "the words of its validation errors (src/poolgrid/frontend/schema.py)",
-    "pydantic": "the types and words of its validation errors (global_router/core/document/reader.py)",
+    "httptools": "the HTTP parser's callbacks (src/poolgrid/server/http/request_framing.py)",
+    "jinja2": "contexts and macros (src/poolgrid/server/frontend/chat_template.py)",
+    "msgspec": "the words of its validation errors (src/poolgrid/server/frontend/schema.py)",
+    "pydantic": "the types and words of its validation errors (global_router/document/reader.py)",
 }
 """Libraries of which we use more than they promise, and what."""
 

@@ -11,10 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from poolgrid.frontend.responses_api.conversation import ResponsesBody, chat_body
-from poolgrid.frontend.schema import COPIED_TO_SAMPLING, ChatBody, CompletionBody, refusals_of
-from poolgrid.wire.requests import Generate, Routing, Sampling
-from poolgrid.workers.engines.trtllm.core.sampling import plan_sampling
+from poolgrid.kernel.wire.requests import Generate, Routing, Sampling
+from poolgrid.plugins.trtllm.core.sampling import plan_sampling
+from poolgrid.server.frontend.responses_api.conversation import ResponsesBody, chat_body
+from poolgrid.server.frontend.schema import COPIED_TO_SAMPLING, ChatBody, CompletionBody, refusals_of
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 
@@ -117,7 +117,9 @@ def test_every_field_that_a_worker_is_told_reaches_tensorrt_llm() -> None:
     for sampling in (Sampling(max_tokens=1), Sampling(max_tokens=1, guided_regex="a")):
         plan_sampling(_Asked(request, Watched(sampling)), (), guide_backend="xgrammar")  # type: ignore[arg-type]
 
-    assert set(Sampling.__struct_fields__) - read == {"logits_processors"}, "those are made by poolgrid.workers.logits"
+    assert set(Sampling.__struct_fields__) - read == {"logits_processors"}, (
+        "those are made by poolgrid.server.workers.logits"
+    )
 
 
 class _Asked:

@@ -12,16 +12,16 @@ from typing import NamedTuple
 import pytest
 
 import poolgrid
-from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 
 PACKAGE = Path(poolgrid.__file__).parent
 
 PROCESSES = (
-    "poolgrid.router.bootstrap",
-    "poolgrid.global_router.bootstrap",
-    "poolgrid.consolidator.bootstrap",
-    "poolgrid.workers.bootstrap",
-    "poolgrid.cli.commands.up",
+    "poolgrid.server.router.bootstrap",
+    "poolgrid.server.global_router.bootstrap",
+    "poolgrid.server.consolidator.bootstrap",
+    "poolgrid.server.workers.bootstrap",
+    "poolgrid.server.cli.commands.up",
 )
 """Modules that start each process."""
 
@@ -41,16 +41,22 @@ PLUGINS = (
     Plugin("fleet_page"),
     Plugin("kubernetes", ("router", "--names", "kubernetes"), "loading the plug-in 'kubernetes'"),
     Plugin("nats", ("consolidator", "--event-plane", "nats", "--nats-url", "nats://127.0.0.1:1"), NO_NATS),
-    Plugin("router/endpoint_picker", ("router", "--ext-proc-port", "0"), "poolgrid.router.endpoint_picker cannot be"),
-    Plugin("router/policies", ("router", "--policy", "round-robin"), "--policy round-robin"),
+    Plugin(
+        "src/poolgrid/plugins/endpoint_picker",
+        ("router", "--ext-proc-port", "0"),
+        "poolgrid.plugins.endpoint_picker cannot be",
+    ),
+    Plugin("src/poolgrid/plugins/policies", ("router", "--policy", "round-robin"), "--policy round-robin"),
     Plugin("tools", ("bench",), "bench: not installed"),
-    Plugin("tools/bench", ("bench",), "bench: not installed"),
-    Plugin("tools/engine_check", ("engine-check", "--url", "http://h"), "engine-check: not installed"),
-    Plugin("tools/simulation", ("what-if", "dir"), "what-if: not installed"),
-    Plugin("workers/engines/simulated", ("worker", "--consolidator", "127.0.0.1:1"), "--engine is simulated, which is"),
-    Plugin("workers/engines/simulated", ("up",), "--engine is simulated, which is not installed"),
-    Plugin("workers/engines/trtllm", ("engine-config", "check", "x"), "engine-config: not installed"),
-    Plugin("workers/engines/trtllm", (*TRTLLM_POOL, "--gpus", "0"), "--engine is trtllm, which is not installed"),
+    Plugin("plugins/bench", ("bench",), "bench: not installed"),
+    Plugin("plugins/engine_check", ("engine-check", "--url", "http://h"), "engine-check: not installed"),
+    Plugin("plugins/simulation", ("what-if", "dir"), "what-if: not installed"),
+    Plugin(
+        "src/poolgrid/plugins/simulated", ("worker", "--consolidator", "127.0.0.1:1"), "--engine is simulated, which is"
+    ),
+    Plugin("src/poolgrid/plugins/simulated", ("up",), "--engine is simulated, which is not installed"),
+    Plugin("src/poolgrid/plugins/trtllm", ("engine-config", "check", "x"), "engine-config: not installed"),
+    Plugin("src/poolgrid/plugins/trtllm", (*TRTLLM_POOL, "--gpus", "0"), "--engine is trtllm, which is not installed"),
 )
 
 
@@ -66,7 +72,7 @@ import poolgrid
 assert poolgrid.__file__.startswith(sys.argv[1]), poolgrid.__file__
 for module in json.loads(sys.argv[2]):
     importlib.import_module(module)
-from poolgrid.cli.main import app
+from poolgrid.server.cli.main import app
 with contextlib.redirect_stdout(io.StringIO()) as help:
     app(["--help"], standalone_mode=False)
 assert "Operate:" in help.getvalue()
@@ -123,13 +129,13 @@ def test_everything_else_starts_without_plugins_that_are_refused_by_name(
 
 
 def test_a_pool_serves_and_every_other_module_imports_without_the_engine_trtllm(tmp_path: Path) -> None:
-    place = package_without(["workers/engines/trtllm"], tmp_path)
+    place = package_without(["src/poolgrid/plugins/trtllm"], tmp_path)
     program = """
 import importlib, pkgutil, poolgrid
 for found in pkgutil.walk_packages(poolgrid.__path__, "poolgrid."):
     if not found.name.endswith("__main__"):
         importlib.import_module(found.name)
-from poolgrid.workers.engines.registry import engines, server_kinds
+from poolgrid.server.workers.engines.registry import engines, server_kinds
 assert "trtllm" not in engines() and set(server_kinds()) == {"openai", "sglang", "trtllm-serve", "vllm"}
 """
     done = python(place, "-c", program)

@@ -38,7 +38,7 @@ def test_each_of_the_two_commands_is_one_line_that_sets_up_and_runs(name: str, i
 
 
 def test_the_commands_install_what_they_run() -> None:
-    assert PROJECT["scripts"] == {"poolgrid": "poolgrid.cli.main:run"}
+    assert PROJECT["scripts"] == {"poolgrid": "poolgrid.server.cli.main:run"}
     assert any(requirement.startswith("pytest") for requirement in PROJECT["optional-dependencies"]["dev"])
 
 

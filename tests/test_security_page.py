@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings
-from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.process.settings import Settings
-from poolgrid.router.settings import RouterSettings
-from poolgrid.transport.security import is_loopback
-from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+from poolgrid.plugins.simulated.settings import SimulatedWorkerSettings
+from poolgrid.server.consolidator.settings import ConsolidatorProcessSettings
+from poolgrid.server.global_router.settings import GlobalRouterSettings
+from poolgrid.server.process.settings import Settings
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.transport.security import is_loopback
 
 ROOT = Path(__file__).parents[1]
 PAGE = "\n".join((ROOT / name).read_text() for name in ("docs/security.md", "SECURITY.md"))

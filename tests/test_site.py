@@ -11,7 +11,7 @@ from lab.website import figures, support_page
 from lab.website.build import llms_text, openapi_page
 from lab.website.navigation import BELOW, HOME, NAVIGATION
 from lab.website.plots import DATE, DOCS, PAGE, PLOTS, PLOTTED, first_number, ratio_range, table_rows
-from poolgrid.workers.engines.registry import engines, server_kinds
+from poolgrid.server.workers.engines.registry import engines, server_kinds
 
 ROOT = Path(__file__).parents[1]
 PLACES = (".", "docs", "docs/internals", "docs/decisions", "pool_configs", "engine_configs", "launch", "tests/data")

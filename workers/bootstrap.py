@@ -14,36 +14,36 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from poolgrid.http.health_app import HealthApp
-from poolgrid.http.http_server import HttpServer
-from poolgrid.process.clock import AwakeClock, Clock, SystemClock
-from poolgrid.process.lifecycle import LoopMetrics
-from poolgrid.process.plugins import EVENT_PLANES, load_plugin
-from poolgrid.process.tasks import cancel_all, detached, supervised, unless
-from poolgrid.process.tracing.tracing import open_tracing
-from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
-from poolgrid.transport.security import Tls
-from poolgrid.wire.addresses import COMPONENTS
-from poolgrid.wire.card import AUTO, ChatSpec, WorkerCard
-from poolgrid.wire.ingest import Leader, LoadingWorker
-from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, IDENTIFIER_BYTES_MAX
-from poolgrid.workers.adapters.http_api import FollowedApi, HttpApi
-from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket, RequestSocket
-from poolgrid.workers.core.push_stream import PushStream, PushTiming
-from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, close_in_order
-from poolgrid.workers.engines.registry import engine_definition
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.model_fetch import fetched_model
-from poolgrid.workers.publisher import ConnectIngest, ConsolidatorPlace, EventPublisher, tell_while_loading
-from poolgrid.workers.server_workers import ServerWorkers
-from poolgrid.workers.service import ServiceLimits, WorkerService
-from poolgrid.workers.settings import WorkerProcessSettings
-from poolgrid.workers.start_phases import Phase, StartPhases
+from poolgrid.kernel.wire.addresses import COMPONENTS
+from poolgrid.kernel.wire.card import AUTO, ChatSpec, WorkerCard
+from poolgrid.kernel.wire.ingest import Leader, LoadingWorker
+from poolgrid.kernel.wire.limits import CHAT_TEMPLATE_CHARS_MAX, IDENTIFIER_BYTES_MAX
+from poolgrid.kernel.worker_protocol.push_stream import PushStream, PushTiming
+from poolgrid.server.http.health_app import HealthApp
+from poolgrid.server.http.http_server import HttpServer
+from poolgrid.server.process.clock import AwakeClock, Clock, SystemClock
+from poolgrid.server.process.lifecycle import LoopMetrics
+from poolgrid.server.process.plugins import EVENT_PLANES, load_plugin
+from poolgrid.server.process.tasks import cancel_all, detached, supervised, unless
+from poolgrid.server.process.tracing.tracing import open_tracing
+from poolgrid.server.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
+from poolgrid.server.transport.security import Tls
+from poolgrid.server.workers.adapters.http_api import FollowedApi, HttpApi
+from poolgrid.server.workers.adapters.sockets import CONSOLIDATOR, DealerSocket, RequestSocket
+from poolgrid.server.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, close_in_order
+from poolgrid.server.workers.engines.registry import engine_definition
+from poolgrid.server.workers.metrics import WorkerMetrics
+from poolgrid.server.workers.model_fetch import fetched_model
+from poolgrid.server.workers.publisher import ConnectIngest, ConsolidatorPlace, EventPublisher, tell_while_loading
+from poolgrid.server.workers.server_workers import ServerWorkers
+from poolgrid.server.workers.service import ServiceLimits, WorkerService
+from poolgrid.server.workers.settings import WorkerProcessSettings
+from poolgrid.server.workers.start_phases import Phase, StartPhases
 
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from poolgrid.discovery.discovery import Discovery
+    from poolgrid.server.discovery.discovery import Discovery
 
 
 class SharedPlanes(NamedTuple):
@@ -81,7 +81,7 @@ class FollowedServers:
         self._planes: SharedPlanes | None = None
         self._follower = follow(settings, ServerWorkers((), self._serve, lambda url: None))
 
-    # What is shown: ``poolgrid.http.health_app.Observed``.
+    # What is shown: ``poolgrid.server.http.health_app.Observed``.
 
     is_ready = is_healthy = True
 
@@ -149,7 +149,7 @@ async def serve_worker(
         names: Discovery | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.directory import open_discovery
+            from poolgrid.server.discovery.directory import open_discovery
 
             names = await open_discovery(opened, settings, clock, registry)
         epoch = time.time_ns()
@@ -328,7 +328,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
 
 def _follow_by_name(names: Discovery, name: str, place: ConsolidatorPlace, clock: Clock) -> None:
     """Push to the consolidator of the namespace, at its current address."""
-    from poolgrid.discovery.discovery import DiscoveredConsolidator
+    from poolgrid.server.discovery.discovery import DiscoveredConsolidator
 
     DiscoveredConsolidator(names, [name], lambda where: place.move(where[0]), place.answers, clock).start()
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from poolgrid.wire.events import RequestFinished
-from poolgrid.wire.limits import TEXT_CHARS_MAX
-from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
-from poolgrid.workers.engines.protocol import EngineReport
+from poolgrid.kernel.wire.events import RequestFinished
+from poolgrid.kernel.wire.limits import TEXT_CHARS_MAX
+from poolgrid.kernel.wire.requests import FinishReason, RefusalKind, TokenDelta
+from poolgrid.kernel.worker_protocol.engine import EngineReport
 
 CANCELLED = FinishReason.CANCELLED
 

@@ -16,11 +16,11 @@ from typing import TypeVar
 
 import msgspec
 
-from poolgrid.process.leash import leashed
-from poolgrid.process.tasks import owned
-from poolgrid.workers.model_hub import ProgressLine, is_hub_name
-from poolgrid.workers.settings import WorkerProcessSettings
-from poolgrid.workers.start_phases import Phase, StartPhases
+from poolgrid.server.process.leash import leashed
+from poolgrid.server.process.tasks import owned
+from poolgrid.server.workers.model_hub import ProgressLine, is_hub_name
+from poolgrid.server.workers.settings import WorkerProcessSettings
+from poolgrid.server.workers.start_phases import Phase, StartPhases
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ async def fetched_model(
 async def _fetch(model: str, start: StartPhases) -> Path:
     start.enter(Phase.FETCH)
     process = await asyncio.create_subprocess_exec(
-        *leashed(GRACE_S, [sys.executable, "-P", "-m", "poolgrid.workers.model_hub", model]),
+        *leashed(GRACE_S, [sys.executable, "-P", "-m", "poolgrid.server.workers.model_hub", model]),
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,

@@ -3,7 +3,7 @@
 What ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME``, ``HF_HUB_OFFLINE`` and ``HF_HUB_DOWNLOAD_TIMEOUT`` mean elsewhere they
 mean here. A file that is whole is not fetched again, and of several processes that fetch a file one does.
 
-    python -m poolgrid.workers.model_hub ORG/MODEL     writes progress to standard error, then the directory
+    python -m poolgrid.server.workers.model_hub ORG/MODEL     writes progress to standard error, then the directory
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from poolgrid.process.clock import Clock
-from poolgrid.wire import codec
-from poolgrid.wire.requests import RefusalKind, TokenBatch, TokenDelta
-from poolgrid.workers.adapters.sockets import RequestSocket
-from poolgrid.workers.endings import refused_delta
-from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.requests import RefusalKind, TokenBatch, TokenDelta
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.workers.adapters.sockets import RequestSocket
+from poolgrid.server.workers.endings import refused_delta
+from poolgrid.server.workers.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 

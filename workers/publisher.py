@@ -14,17 +14,24 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from poolgrid.process.clock import Clock
-from poolgrid.process.log_lines import Complaints
-from poolgrid.process.tasks import unless
-from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, LoadReported, RequestProgressed
-from poolgrid.wire.ingest import LOADING_FRAME, TELL_EVERY_S, LoadingWorker
-from poolgrid.workers.core.push_stream import Effect, PublishedRequests, PushStream, RestateNeeded, Send, State
-from poolgrid.workers.engines.protocol import UntilKnown
-from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.card import WorkerCard
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.events import AnyEvent, BlocksRemoved, BlocksStored, LoadReported, RequestProgressed
+from poolgrid.kernel.wire.ingest import LOADING_FRAME, TELL_EVERY_S, LoadingWorker
+from poolgrid.kernel.worker_protocol.engine import UntilKnown
+from poolgrid.kernel.worker_protocol.push_stream import (
+    Effect,
+    PublishedRequests,
+    PushStream,
+    RestateNeeded,
+    Send,
+    State,
+)
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.log_lines import Complaints
+from poolgrid.server.process.tasks import unless
+from poolgrid.server.workers.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 

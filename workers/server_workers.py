@@ -5,8 +5,8 @@ Rules
 1. Workers share the process, its event loop and its ZMQ context. Each has its own name, epoch, ports, connections,
    metrics and health; nothing of one is read by another.
 2. What ends one worker (its server came back as another one, or a task or a callback of its own failed) ends that
-   worker only. It starts again in a new epoch, at growing intervals (``poolgrid.process.leash``) and without end, as a
-   process of its own would; its requests move to other workers.
+   worker only. It starts again in a new epoch, at growing intervals (``poolgrid.server.process.leash``) and without
+   end, as a process of its own would; its requests move to other workers.
 3. A server that is down keeps no other one waiting.
 4. Where the workers are those of the command line, and every one has failed and none was ever ready, the process ends
    with the last error: then the options are wrong, and the caller has to know.
@@ -21,10 +21,10 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from poolgrid.process.log_lines import fields_of_task
-from poolgrid.process.restart_pace import RestartPace
-from poolgrid.process.tasks import cancel_all, on_fatal, owned, unless
-from poolgrid.workers.settings import WorkerProcessSettings
+from poolgrid.server.process.log_lines import fields_of_task
+from poolgrid.server.process.restart_pace import RestartPace
+from poolgrid.server.process.tasks import cancel_all, on_fatal, owned, unless
+from poolgrid.server.workers.settings import WorkerProcessSettings
 
 log = logging.getLogger(__name__)
 

@@ -5,16 +5,17 @@ Each of the engine's ranks has an event stream of its own; they share the reques
 Rules:
 
 1. A request belongs to the peer (router connection) that sent it; only that peer may cancel it. The requests of a peer
-   that is gone (``poolgrid.workers.peers``) are cancelled.
+   that is gone (``poolgrid.server.workers.peers``) are cancelled.
 2. Per engine step: one frame to each peer that gets tokens, one batch to each rank's event stream when there is
    something to say. Never one per token.
-3. Draining (``poolgrid.workers.endings``): ``WorkerDraining`` goes out, new requests are refused as ``draining``,
-   running ones finish. What is left in the end is refused as ``draining``, so that routers continue it elsewhere. It
-   begins when the process is to end, or by order; then the worker stays, out of use, until its process is to end.
+3. Draining (``poolgrid.server.workers.endings``): ``WorkerDraining`` goes out, new requests are refused as
+   ``draining``, running ones finish. What is left in the end is refused as ``draining``, so that routers continue it
+   elsewhere. It begins when the process is to end, or by order; then the worker stays, out of use, until its process is
+   to end.
 4. The role says which stages are taken. A prefill leg that ended with ``prefilled`` belongs to its peer until its KV is
    taken, cancelled or expired; a drain waits for it. A new request with its id takes its place.
-5. A leg that needs something of another worker first has it fetched (``poolgrid.workers.transfers``); until then the
-   engine knows nothing of it.
+5. A leg that needs something of another worker first has it fetched (``poolgrid.server.workers.transfers``); until then
+   the engine knows nothing of it.
 6. While the engine is not well new requests are refused as ``broken``; it may recover.
 7. A worker joins the pool once it knows what its engine held before; it joins with all of that, as one statement.
 8. While it is silent the worker is not in the pool: it leaves as soon as the engine has given its requests up, and
@@ -35,19 +36,15 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.process.clock import Clock
-from poolgrid.process.log_lines import Complaints, shown_peer
-from poolgrid.process.tasks import owned
-from poolgrid.process.tracing.record import SpanRecord, TraceRecord
-from poolgrid.process.tracing.tracing import Tracing
-from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import AnyEvent, RequestFinished, SnapshotEnded, TurnBegan, TurnEnded, WorkerDraining
-from poolgrid.wire.hashing import TOKEN_BYTES, unpack_hashes
-from poolgrid.wire.identifiers import STAGE_WORD, Role, Stage
-from poolgrid.wire.limits import TEXT_CHARS_MAX
-from poolgrid.wire.requests import (
+from poolgrid.kernel.requests.trace_record import SpanRecord, TraceRecord
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.card import WorkerCard
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.events import AnyEvent, RequestFinished, SnapshotEnded, TurnBegan, TurnEnded, WorkerDraining
+from poolgrid.kernel.wire.hashing import TOKEN_BYTES, unpack_hashes
+from poolgrid.kernel.wire.identifiers import STAGE_WORD, Role, Stage
+from poolgrid.kernel.wire.limits import TEXT_CHARS_MAX
+from poolgrid.kernel.wire.requests import (
     Cancel,
     FetchKv,
     FinishReason,
@@ -59,12 +56,12 @@ from poolgrid.wire.requests import (
     Routing,
     TokenDelta,
 )
-from poolgrid.wire.requests import Drain as DrainOrder
-from poolgrid.wire.tasks import TASK_ROLES
-from poolgrid.workers.adapters.sockets import RequestSocket
-from poolgrid.workers.core.booked_prefill import BookedPrefill
-from poolgrid.workers.core.push_stream import TokenCoalescer
-from poolgrid.workers.core.refusal import (
+from poolgrid.kernel.wire.requests import Drain as DrainOrder
+from poolgrid.kernel.wire.tasks import TASK_ROLES
+from poolgrid.kernel.worker_protocol.booked_prefill import BookedPrefill
+from poolgrid.kernel.worker_protocol.engine import Engine, EngineReport, ForwardBooks, UntilKnown
+from poolgrid.kernel.worker_protocol.push_stream import TokenCoalescer
+from poolgrid.kernel.worker_protocol.refusal import (
     BrokenError,
     BusyError,
     CrowdedError,
@@ -72,12 +69,16 @@ from poolgrid.workers.core.refusal import (
     RefusedError,
     UnknownModelError,
 )
-from poolgrid.workers.endings import Ending, Endings, WorkerDrain, cancelled_delta, refused_delta
-from poolgrid.workers.engines.protocol import Engine, EngineReport, ForwardBooks, UntilKnown
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.peers import Peers
-from poolgrid.workers.publisher import EventPublisher, Membership
-from poolgrid.workers.transfers import EmbeddingExchange, KvExchange, Transfers
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.log_lines import Complaints, shown_peer
+from poolgrid.server.process.tasks import owned
+from poolgrid.server.process.tracing.tracing import Tracing
+from poolgrid.server.workers.adapters.sockets import RequestSocket
+from poolgrid.server.workers.endings import Ending, Endings, WorkerDrain, cancelled_delta, refused_delta
+from poolgrid.server.workers.metrics import WorkerMetrics
+from poolgrid.server.workers.peers import Peers
+from poolgrid.server.workers.publisher import EventPublisher, Membership
+from poolgrid.server.workers.transfers import EmbeddingExchange, KvExchange, Transfers
 
 WORK = "work"
 """Under this name a record has the span of what the engine is at."""

@@ -9,13 +9,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from poolgrid.discovery.settings import DiscoverySettings
-from poolgrid.http.http_settings import HttpSettings
-from poolgrid.process.nats_settings import EventPlaneSettings
-from poolgrid.process.settings import InputFile, Settings, ZmqAddress
-from poolgrid.process.tracing.settings import TraceSettings
-from poolgrid.wire.addresses import CONSOLIDATOR, EndpointName, bracketed, host_problem, is_name
-from poolgrid.wire.card import (
+from poolgrid.kernel.wire.addresses import CONSOLIDATOR, EndpointName, bracketed, host_problem, is_name
+from poolgrid.kernel.wire.card import (
     NO_STEP_TIMES,
     ReasoningParser,
     StepTimes,
@@ -23,9 +18,14 @@ from poolgrid.wire.card import (
     reasoning_parser_name,
     tool_call_parser_name,
 )
-from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
-from poolgrid.wire.tasks import MODALITIES
-from poolgrid.workers.core.timing import TIMINGS, Timing, step_times_of, timing_model
+from poolgrid.kernel.wire.limits import IDENTIFIER_BYTES_MAX
+from poolgrid.kernel.wire.tasks import MODALITIES
+from poolgrid.server.discovery.settings import DiscoverySettings
+from poolgrid.server.http.http_settings import HttpSettings
+from poolgrid.server.process.nats_settings import EventPlaneSettings
+from poolgrid.server.process.settings import InputFile, Settings, ZmqAddress
+from poolgrid.server.process.tracing.settings import TraceSettings
+from poolgrid.server.workers.timing import TIMINGS, Timing, step_times_of, timing_model
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
 

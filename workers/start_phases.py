@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 
-from poolgrid.process.clock import Clock
-from poolgrid.process.figures import size
-from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.figures import size
+from poolgrid.server.workers.metrics import WorkerMetrics
 
 
 class Phase(StrEnum):

@@ -9,7 +9,8 @@ Rules:
 3. The source of KV is released when the KV has arrived or the leg ends, for any reason.
 4. An engine that hands no KV over answers that it has none.
 
-Asks prefill workers for the KV of decode requests: ``poolgrid.workers.core.kv_fetches``, its sockets, its timer.
+Asks prefill workers for the KV of decode requests: ``poolgrid.kernel.worker_protocol.kv_fetches``, its sockets, its
+timer.
 
 One DEALER socket per prefill worker, made when it is first needed, closed when it was not needed for
 ``SOURCE_IDLE_MS``; at most ``SOURCES_MAX`` of them. No task: frames come by callback, time by one timer.
@@ -25,24 +26,24 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from poolgrid.process.clock import Clock
-from poolgrid.process.log_lines import Complaints, about
-from poolgrid.process.tasks import cancel_all, detached
-from poolgrid.wire import codec
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.multimodal import TensorDescriptor
-from poolgrid.wire.requests import FetchKv, FinishReason, Generate, KvOffered, RefusalKind, ReleaseKv, TokenDelta
-from poolgrid.workers.adapters.sockets import PREFILL_WORKER, DealerSocket
-from poolgrid.workers.core.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, ReleaseSource
-from poolgrid.workers.core.refusal import BusyError, RefusedError
-from poolgrid.workers.endings import refused_delta
-from poolgrid.workers.engines.protocol import EmbeddingTaker, KvHandover
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.identifiers import Stage
+from poolgrid.kernel.wire.multimodal import TensorDescriptor
+from poolgrid.kernel.wire.requests import FetchKv, FinishReason, Generate, KvOffered, RefusalKind, ReleaseKv, TokenDelta
+from poolgrid.kernel.worker_protocol.engine import EmbeddingTaker, KvHandover
+from poolgrid.kernel.worker_protocol.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, ReleaseSource
+from poolgrid.kernel.worker_protocol.refusal import BusyError, RefusedError
+from poolgrid.kernel.worker_protocol.tensor_transfer import Tensor, TensorUnavailable
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.log_lines import Complaints, about
+from poolgrid.server.process.tasks import cancel_all, detached
+from poolgrid.server.workers.adapters.sockets import PREFILL_WORKER, DealerSocket
+from poolgrid.server.workers.endings import refused_delta
+from poolgrid.server.workers.metrics import WorkerMetrics
 
 if TYPE_CHECKING:
-    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
+    from poolgrid.server.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 log = logging.getLogger(__name__)
 

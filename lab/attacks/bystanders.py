@@ -22,12 +22,12 @@ from typing import Any
 import msgspec
 import uvloop
 
-from poolgrid.process.clock import SystemClock
-from poolgrid.tools.bench.client import Client, HttpTarget, RequestFailed
-from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker
-from poolgrid.tools.bench.runner import RequestShape
-from poolgrid.tools.bench.statistics import Distribution
-from poolgrid.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.plugins.bench.client import Client, HttpTarget, RequestFailed
+from poolgrid.plugins.bench.prompt import PlannedRequest, PromptMaker
+from poolgrid.plugins.bench.runner import RequestShape
+from poolgrid.plugins.bench.statistics import Distribution
+from poolgrid.server.process.clock import SystemClock
 from tests.e2e.expectation import expected_text
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.requests import Sampling
-from poolgrid.workers.engines.simulated.core.next_token import expected_output
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.requests import Sampling
+from poolgrid.plugins.simulated.core.next_token import expected_output
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.expectation import MODEL, SPOKEN, pieces_of
 
 FIRST_TRICK = 900_000

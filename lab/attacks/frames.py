@@ -21,11 +21,11 @@ from lab.attacks.pool import ATTACKER_HOST, HOST, Shape, Topology, until
 from lab.attacks.wiretap import COMMAND, LONG, Message, Wiretap
 from lab.benchmarks.fleet import free_port
 from lab.benchmarks.services import PoolFailed, Service, plain_client
-from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.ingest import CONTROL_FRAME, Heartbeat, Hello
-from poolgrid.wire.selection import AskStatus, Probe, Release, Renew, Reservation, Select, WorkerRank
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.card import WorkerCard
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.ingest import CONTROL_FRAME, Heartbeat, Hello
+from poolgrid.kernel.wire.selection import AskStatus, Probe, Release, Renew, Reservation, Select, WorkerRank
 
 OWN, DISAGGREGATED = Shape(), Shape("disaggregated")
 PLANES = ("ingest", "query", "feed", "select", "request")

@@ -10,9 +10,9 @@ import httpx
 from lab.attacks.attack import Outcome, Scene
 from lab.attacks.bystanders import BLOCK_TOKENS, TOKENS
 from lab.attacks.requests import client, in_words, post
-from poolgrid.tools.bench.client import BenchExchange
-from poolgrid.tools.bench.prompt import PlannedRequest
-from poolgrid.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.plugins.bench.client import BenchExchange
+from poolgrid.plugins.bench.prompt import PlannedRequest
 from tests.e2e.expectation import expected_text
 
 ROUNDS = 20

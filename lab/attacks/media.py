@@ -16,7 +16,7 @@ from PIL import Image
 from lab.attacks.attack import Attack, Outcome, Part, Scene
 from lab.attacks.pool import HOST, Shape
 from lab.attacks.requests import client, in_words, post
-from poolgrid.frontend.media.addresses import AddressPolicy
+from poolgrid.server.frontend.media.addresses import AddressPolicy
 
 SHAPE = Shape(worker=("--modality", "multimodal"), router=("--media-allowed-networks", f"{HOST}/32"), takes_media=True)
 FF_BYTES = 24_000_000

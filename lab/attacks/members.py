@@ -17,9 +17,9 @@ import zmq
 from lab.attacks.attack import Attack, Outcome, Part, Run, Scene
 from lab.attacks.frames import from_attacker
 from lab.attacks.pool import Shape
-from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import (
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
@@ -34,11 +34,11 @@ from poolgrid.wire.events import (
     TurnBegan,
     WorkerDraining,
 )
-from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import Role, Tier
-from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Goodbye, Heartbeat, Hello, Welcome
-from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, U32_MAX
-from poolgrid.wire.sessions import SessionTurn
+from poolgrid.kernel.wire.hashing import pack_hashes
+from poolgrid.kernel.wire.identifiers import Role, Tier
+from poolgrid.kernel.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Goodbye, Heartbeat, Hello, Welcome
+from poolgrid.kernel.wire.limits import EVENTS_PER_BATCH_MAX, U32_MAX
+from poolgrid.kernel.wire.sessions import SessionTurn
 
 NAME = "attacker"
 TAKEN_TIMEOUT_S = 60.0

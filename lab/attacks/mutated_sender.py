@@ -23,9 +23,9 @@ import zmq
 
 from lab.attacks.mutation import mutated
 from lab.attacks.wiretap import Message
-from poolgrid.wire import codec
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.requests import Generate
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.requests import Generate
 
 BURST = 200
 

@@ -20,9 +20,9 @@ import grpc.aio
 
 from lab.attacks.attack import Attack, Outcome, Part, Run, Scene
 from lab.attacks.pool import Shape
-from poolgrid.process.tasks import cancel_all
-from poolgrid.router.endpoint_picker import envoy_messages as envoy
-from poolgrid.router.settings import RouterSettings
+from poolgrid.plugins.endpoint_picker import envoy_messages as envoy
+from poolgrid.server.process.tasks import cancel_all
+from poolgrid.server.router.settings import RouterSettings
 
 STREAMS_MAX = RouterSettings.max_ext_proc_streams
 PICKING = Shape(

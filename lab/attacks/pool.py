@@ -27,9 +27,9 @@ from lab.attacks.engine_server import EngineServer
 from lab.benchmarks.fleet import free_port
 from lab.benchmarks.services import ROUTER_BOOKS, WORKER_BOOKS, PoolFailed, Service, get, plain_client, summed
 from lab.benchmarks.soak_pool import JOURNAL_BOUNDS
-from poolgrid.frontend.access import key_file
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.server.frontend.access import key_file
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.prompt_model import PromptModel
 from tests.nats.servers import NatsServer
 
 Topology = Literal["own", "embedded", "disaggregated", "fleet", "up", "front"]

@@ -34,35 +34,35 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.benchmarks.measuring import resident_bytes
-from poolgrid.cli.service_process import THREAD_SWITCH_S
-from poolgrid.consolidator.bootstrap import create, serve
-from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
-from poolgrid.consolidator.journal.files import FileJournal
-from poolgrid.consolidator.journal.posix_disk import PosixDisk
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
-from poolgrid.process import garbage, lifecycle
-from poolgrid.process.clock import SystemClock
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
-from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.router.service import RouterService
-from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.links import link_opener
-from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import AnyEvent, BlocksStored, EventBatch, JournalRecord, WorkerJoined
-from poolgrid.wire.feed import BlockChain, WorkerState
-from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import Role, WorkerId
-from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Hello, LoadingWorker, Welcome
-from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
+from poolgrid.kernel.consolidation.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.events import AnyEvent, BlocksStored, EventBatch, JournalRecord, WorkerJoined
+from poolgrid.kernel.wire.feed import BlockChain, WorkerState
+from poolgrid.kernel.wire.hashing import pack_hashes
+from poolgrid.kernel.wire.identifiers import Role, WorkerId
+from poolgrid.kernel.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Hello, LoadingWorker, Welcome
+from poolgrid.kernel.wire.sessions import NO_SESSIONS, SessionsSnapshot
+from poolgrid.server.cli.service_process import THREAD_SWITCH_S
+from poolgrid.server.consolidator.bootstrap import create, serve
+from poolgrid.server.consolidator.journal.files import FileJournal
+from poolgrid.server.consolidator.journal.posix_disk import PosixDisk
+from poolgrid.server.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
+from poolgrid.server.process import garbage, lifecycle
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
+from poolgrid.server.router.metrics import RouterMetrics
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.router.service import RouterService
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.serving.links import link_opener
 from tests.router.fleet_builder import decided
 
 BLOCKS_PER_RECORD = 32

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lab.benchmarks.chat_text import ChatText
-from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
+from poolgrid.plugins.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
 
 USER_TOKENS_MIN = 8
 """Shortest new message of a user that is told from a row that only grew."""

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest
-from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
-from poolgrid.tools.simulation.workload import SimulatedRequest, WorkerSpeeds, Workload
-from poolgrid.wire.events import RequestStarted
-from poolgrid.workers.core.timing import TimingModel
-from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits, StepOutcome
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.decision.policy import Candidates, Choice, RoutingRequest
+from poolgrid.kernel.wire.events import RequestStarted
+from poolgrid.plugins.simulated.core.engine import SimulatedLimits, StepOutcome
+from poolgrid.plugins.simulation.pool import RouterFleet, SimulatedPool
+from poolgrid.plugins.simulation.workload import SimulatedRequest, WorkerSpeeds, Workload
+from poolgrid.server.workers.timing import TimingModel
 
 ROUNDS_MAX = 8
 """How often all requests of a moment are looked at anew; most are settled after two."""

@@ -40,7 +40,7 @@ from lab.benchmarks.fleet import Fleet
 from lab.benchmarks.http_load import quantiles, rss_mb
 from lab.benchmarks.http_model import ensure_model
 from lab.benchmarks.peers import MODEL, NAMES, Peers
-from poolgrid.tools.bench.trace import TraceError, read_trace
+from poolgrid.plugins.bench.trace import TraceError, read_trace
 
 WARM_UP_REQUESTS = 20
 """Code paths, connections and allocators, with prompts that share nothing with the conversations."""

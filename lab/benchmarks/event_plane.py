@@ -41,12 +41,12 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.benchmarks.services import Service
-from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, EventBatch, LoadReported
-from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import Role, WorkerId
-from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Heartbeat, Hello, Resend, Welcome
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.events import AnyEvent, BlocksRemoved, BlocksStored, EventBatch, LoadReported
+from poolgrid.kernel.wire.hashing import pack_hashes
+from poolgrid.kernel.wire.identifiers import Role, WorkerId
+from poolgrid.kernel.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Heartbeat, Hello, Resend, Welcome
 from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
 
 PLANES = ("directory", "nats")

@@ -20,7 +20,7 @@ import msgspec
 
 from lab.benchmarks.http_load import LoadSpec, family
 from lab.benchmarks.worker_load import WorkerLoadSpec
-from poolgrid.transport.bound_socket import ReservedPorts
+from poolgrid.server.transport.bound_socket import ReservedPorts
 
 free_port: Final = ReservedPorts("127.0.0.1").hold
 """Takes a free port for a process that will listen there, and keeps it until this process ends: nothing else is given

@@ -27,7 +27,7 @@ import msgspec
 import uvloop
 import zmq
 
-from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.server.frontend.prompt_model import PromptModel
 
 
 class _Text(msgspec.Struct):

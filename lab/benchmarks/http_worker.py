@@ -23,10 +23,8 @@ import uvloop
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.process.clock import SystemClock
-from poolgrid.serving.prompt_paths import PromptPaths
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import (
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
@@ -36,15 +34,17 @@ from poolgrid.wire.events import (
     RequestProgressed,
     RequestStarted,
 )
-from poolgrid.wire.hashing import hash_seed, pack_hashes
-from poolgrid.wire.identifiers import Role
-from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
-from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket, RequestSocket
-from poolgrid.workers.core.push_stream import PushStream, PushTiming
-from poolgrid.workers.engines.protocol import AlwaysWell, EngineReport, RankReport
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.publisher import EventPublisher
-from poolgrid.workers.service import ServiceLimits, WorkerService
+from poolgrid.kernel.wire.hashing import hash_seed, pack_hashes
+from poolgrid.kernel.wire.identifiers import Role
+from poolgrid.kernel.wire.requests import FinishReason, Generate, TokenDelta
+from poolgrid.kernel.worker_protocol.engine import AlwaysWell, EngineReport, RankReport
+from poolgrid.kernel.worker_protocol.push_stream import PushStream, PushTiming
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.serving.prompt_paths import PromptPaths
+from poolgrid.server.workers.adapters.sockets import CONSOLIDATOR, DealerSocket, RequestSocket
+from poolgrid.server.workers.metrics import WorkerMetrics
+from poolgrid.server.workers.publisher import EventPublisher
+from poolgrid.server.workers.service import ServiceLimits, WorkerService
 
 TOTAL_BLOCKS = 65_536
 TOKEN_IDS = [(1000 + at).to_bytes(4, "little") for at in range(4096)]
@@ -97,7 +97,7 @@ class _Running:
 
 
 class MockEngine(AlwaysWell):
-    """``poolgrid.workers.engines.protocol.Engine`` that computes nothing."""
+    """``poolgrid.kernel.worker_protocol.engine.Engine`` that computes nothing."""
 
     def __init__(self, block_size: int, step_ms: float = 0.0) -> None:
         self._block_size = block_size

@@ -24,18 +24,18 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.benchmarks.measuring import median_us, pin_to_one_cpu, resident_bytes
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.router.core.prefix_index import PrefixIndex, slots_of
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.selector import Selector
-from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import BlocksStored, JournalRecord, WorkerJoined
-from poolgrid.wire.hashing import block_hashes, pack_hashes, sequence_hashes
-from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.index.prefix_index import PrefixIndex, slots_of
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.events import BlocksStored, JournalRecord, WorkerJoined
+from poolgrid.kernel.wire.hashing import block_hashes, pack_hashes, sequence_hashes
+from poolgrid.kernel.wire.identifiers import Role, WorkerId, WorkerKey
 from tests.router.fleet_builder import decided
 
 WORKERS = 16

@@ -23,9 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from poolgrid.process.garbage import settle
-from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
-from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
+from poolgrid.kernel.index.prefix_index import BYTES_PER_BLOCK, PrefixIndex
+from poolgrid.kernel.wire.identifiers import Tier, WorkerId, WorkerKey
+from poolgrid.server.process.garbage import settle
 
 WORKERS = 64
 BLOCKS_PER_STORE = 32

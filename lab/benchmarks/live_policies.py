@@ -35,9 +35,9 @@ from rich.table import Table
 
 from lab.benchmarks.http_load import quantiles
 from lab.benchmarks.services import Service, get, plain_client
-from poolgrid.http.http_client import HttpClient, HttpTarget
-from poolgrid.process.clock import SystemClock
-from poolgrid.tools.bench.client import BenchExchange
+from poolgrid.plugins.bench.client import BenchExchange
+from poolgrid.server.http.http_client import HttpClient, HttpTarget
+from poolgrid.server.process.clock import SystemClock
 
 EMPTYING_TIMEOUT_S = 30.0
 """Several times what a server takes to end what the run before left behind; then the run fails."""

@@ -23,14 +23,14 @@ from random import Random
 import msgspec
 
 from lab.benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_ttfts
-from poolgrid.router.core.policy import HOLD_LIMIT_MS
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.tools.bench.trace import TraceRow, read_trace
-from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
-from poolgrid.tools.simulation.recording import policy_report
-from poolgrid.tools.simulation.workload import SpeedChange, TtftTargets, WorkerSpeeds, Workload, build_workload
-from poolgrid.workers.core.timing import TimingModel, timing_model
-from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
+from poolgrid.kernel.decision.policy import HOLD_LIMIT_MS
+from poolgrid.plugins.bench.trace import TraceRow, read_trace
+from poolgrid.plugins.simulated.core.engine import SimulatedLimits
+from poolgrid.plugins.simulation.pool import RouterFleet, RunResult, SimulatedPool
+from poolgrid.plugins.simulation.recording import policy_report
+from poolgrid.plugins.simulation.workload import SpeedChange, TtftTargets, WorkerSpeeds, Workload, build_workload
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.workers.timing import TimingModel, timing_model
 
 WORKERS = 8
 BLOCK_SIZE = 64

@@ -33,11 +33,11 @@ from lab.benchmarks.simulated_fleet import (
     fleet_report,
     round_robin,
 )
-from poolgrid.global_router.core.document.grid_document import GridDocument
-from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.tools.bench.trace import TraceError, read_trace
-from poolgrid.tools.simulation.workload import Workload, build_workload
-from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
+from poolgrid.kernel.pool_grids.grid_document import GridDocument
+from poolgrid.plugins.bench.trace import TraceError, read_trace
+from poolgrid.plugins.simulated.core.engine import SimulatedLimits
+from poolgrid.plugins.simulation.workload import Workload, build_workload
+from poolgrid.server.global_router.document.reader import load_document
 
 BLOCK_SIZE = 64
 BLOCKS_PER_WORKER = 16_384

@@ -61,21 +61,21 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.benchmarks.publisher_engine import BLOCK_SIZE, RESIDENT_BLOCKS, WINDOW, EnginePlan, Run, Steps, run_engine
-from poolgrid.process import garbage
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import AnyEvent
-from poolgrid.wire.identifiers import Role
-from poolgrid.wire.ingest import BATCH_FRAME, Acknowledged, Hello, Welcome
-from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
-from poolgrid.workers.core.push_stream import PushStream
-from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of
-from poolgrid.workers.engines.trtllm.feed import TrtllmFeed
-from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
-from poolgrid.workers.engines.trtllm.reader import FeedLimits
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.publisher import EventPublisher
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.events import AnyEvent
+from poolgrid.kernel.wire.identifiers import Role
+from poolgrid.kernel.wire.ingest import BATCH_FRAME, Acknowledged, Hello, Welcome
+from poolgrid.kernel.worker_protocol.push_stream import PushStream
+from poolgrid.plugins.trtllm.core.statistics import EngineStatistics, load_of
+from poolgrid.plugins.trtllm.feed import TrtllmFeed
+from poolgrid.plugins.trtllm.metrics import TrtllmMetrics
+from poolgrid.plugins.trtllm.reader import FeedLimits
+from poolgrid.server.process import garbage
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
+from poolgrid.server.workers.metrics import WorkerMetrics
+from poolgrid.server.workers.publisher import EventPublisher
 
 KINDS = ("off", "sent", "drained", "published")
 WARM_UP_STEPS = 3

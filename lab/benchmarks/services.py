@@ -19,7 +19,7 @@ from typing import TypeVar
 import httpx
 import psutil
 
-from poolgrid.cli.part import part_environment
+from poolgrid.server.cli.part import part_environment
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0

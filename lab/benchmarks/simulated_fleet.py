@@ -18,20 +18,20 @@ from dataclasses import dataclass, field
 from math import isclose
 from typing import Any, Protocol
 
-from poolgrid.global_router.core.choice.closed_loop import CellKey, ClosedLoop, LoopStep
-from poolgrid.global_router.core.choice.destination import destination
-from poolgrid.global_router.core.choice.grid import Grid, GridRequest
-from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
-from poolgrid.global_router.core.document.axis import AXIS
-from poolgrid.global_router.core.document.grid_document import GridDocument
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.tools.simulation.pool import SimulatedPool, play_workload
-from poolgrid.tools.simulation.recording import latency_summary
-from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
-from poolgrid.wire.events import PrefillCompleted, RequestFinished
-from poolgrid.wire.hashing import stable_u64
-from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming, TimingModel
-from poolgrid.workers.engines.simulated.core.engine import Fact, SimulatedLimits
+from poolgrid.kernel.pool_grids.axis import AXIS
+from poolgrid.kernel.pool_grids.closed_loop import CellKey, ClosedLoop, LoopStep
+from poolgrid.kernel.pool_grids.destination import destination
+from poolgrid.kernel.pool_grids.grid import Grid, GridRequest
+from poolgrid.kernel.pool_grids.grid_document import GridDocument
+from poolgrid.kernel.pool_grids.request_hints import RequestHints, Target
+from poolgrid.kernel.wire.events import PrefillCompleted, RequestFinished
+from poolgrid.kernel.wire.hashing import stable_u64
+from poolgrid.plugins.simulated.core.engine import Fact, SimulatedLimits
+from poolgrid.plugins.simulation.pool import SimulatedPool, play_workload
+from poolgrid.plugins.simulation.recording import latency_summary
+from poolgrid.plugins.simulation.workload import SimulatedRequest, Workload
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.workers.timing import PolynomialTiming, ScaledTiming, TimingModel
 
 EVALUATE_EVERY_MS = 1000.0
 """How often the closed loop judges its cells, as in the global router."""

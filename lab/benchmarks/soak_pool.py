@@ -30,8 +30,8 @@ from lab.benchmarks.services import (
     plain_client,
     summed,
 )
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.prompt_model import PromptModel
 
 MIB = 1024 * 1024
 BASELINE_INTERVAL_S = 0.3

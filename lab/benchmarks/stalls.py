@@ -44,13 +44,13 @@ from lab.benchmarks.fleet import Fleet
 from lab.benchmarks.http_load import rss_mb
 from lab.benchmarks.http_model import ensure_model
 from lab.benchmarks.peers import MODEL, await_answer
-from poolgrid.consolidator.journal.framing import SUFFIX
-from poolgrid.consolidator.journal.stored_records import offset_of
-from poolgrid.wire import codec
-from poolgrid.wire.events import AnyEvent, BlocksStored, EventBatch, SnapshotBegan
-from poolgrid.wire.identifiers import WorkerId
-from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Heartbeat, Hello, Welcome
-from poolgrid.workers.core.push_stream import BLOCKS_PER_RESTATED_BATCH
+from poolgrid.kernel.journal.framing import SUFFIX
+from poolgrid.kernel.journal.stored_records import offset_of
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import AnyEvent, BlocksStored, EventBatch, SnapshotBegan
+from poolgrid.kernel.wire.identifiers import WorkerId
+from poolgrid.kernel.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Heartbeat, Hello, Welcome
+from poolgrid.kernel.worker_protocol.push_stream import BLOCKS_PER_RESTATED_BATCH
 
 STEP_MS = 2.0
 """Five hundred frames a second: 5,000 of them make the 99.9th percentile of ten seconds the sixth longest gap."""

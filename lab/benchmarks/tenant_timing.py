@@ -37,16 +37,16 @@ from lab.attacks.media import png, serving
 from lab.attacks.pool import AttackedPool, Shape
 from lab.benchmarks.rank_test import accuracy, area
 from lab.benchmarks.soak_requests import WORDS
-from poolgrid.frontend.media.loader import MediaLoader, MediaMetrics
-from poolgrid.frontend.media.references import read_reference
-from poolgrid.frontend.media.settings import MediaSettings
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.inference import CacheDomain, CacheShares, InferenceRequest
-from poolgrid.process.clock import SystemClock
-from poolgrid.serving.prompt_paths import TenantPaths
-from poolgrid.wire.hashing import hash_seed
-from poolgrid.wire.requests import Sampling
+from poolgrid.kernel.requests.inference import CacheDomain, CacheShares, InferenceRequest
+from poolgrid.kernel.wire.hashing import hash_seed
+from poolgrid.kernel.wire.requests import Sampling
+from poolgrid.server.frontend.media.loader import MediaLoader, MediaMetrics
+from poolgrid.server.frontend.media.references import read_reference
+from poolgrid.server.frontend.media.settings import MediaSettings
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.prompt_model import PromptModel
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.serving.prompt_paths import TenantPaths
 
 SAMPLES = 200
 """On each side: a difference of a third of a standard deviation is found nine times of ten."""

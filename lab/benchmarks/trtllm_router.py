@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest
+from poolgrid.kernel.decision.policy import Candidates, Choice, RoutingRequest
 
 LOAD_WEIGHT = 0.25
 FAIR_SHARE = 2.0

@@ -4,7 +4,7 @@
 
 ``SPEC.json`` names the worker's endpoint and the requests (``WorkerLoadSpec``); one JSON object with the times to the
 first token is printed. Prompts are made of random tokens. The client sends and receives as a router does
-(``poolgrid.transport.dealer``), and has a request under way at a time.
+(``poolgrid.server.transport.dealer``), and has a request under way at a time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import msgspec
 import uvloop
 
 from lab.benchmarks.http_load import quantiles
-from poolgrid.serving.legs import TOKENS_TOGETHER
-from poolgrid.transport.dealer import StreamDealer
-from poolgrid.wire import codec
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.requests import Generate, Ping, Pong, Routing, Sampling, TokenBatch
+from poolgrid.kernel.requests.legs import TOKENS_TOGETHER
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.requests import Generate, Ping, Pong, Routing, Sampling, TokenBatch
+from poolgrid.server.transport.dealer import StreamDealer
 
 VOCABULARY = 32_000
 

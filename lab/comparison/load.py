@@ -14,9 +14,9 @@ import msgspec
 import uvloop
 
 from lab.comparison.traffic import Session
-from poolgrid.http.http_client import HttpClient, HttpTarget, RequestFailed
-from poolgrid.process.clock import SystemClock
-from poolgrid.tools.bench.client import BenchExchange
+from poolgrid.plugins.bench.client import BenchExchange
+from poolgrid.server.http.http_client import HttpClient, HttpTarget, RequestFailed
+from poolgrid.server.process.clock import SystemClock
 
 ANSWER_TIMEOUT_S = 120.0
 """Several times the slowest answer of a healthy fleet; then the request counts as failed."""

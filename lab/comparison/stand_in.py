@@ -15,8 +15,8 @@ from typing import Any
 
 import zmq.asyncio
 
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.wire.hashing import unpack_tokens
+from poolgrid.kernel.wire.hashing import unpack_tokens
+from poolgrid.server.frontend.prompt_model import PromptModel
 from tests.fakes.engine_server.vllm import Options, VllmServer
 
 PREFILL_TOKENS_PER_S = 3000.0

@@ -97,7 +97,7 @@ AGENT = Kind(
 CODING = Kind(
     (6000, 0.2, 4000, 9000), 4, (5000, 0.6, 2000, 12_000), (330, 1.0, 20, 3000), (120, 0.6, 16, 400), 20, (8, 40), 0.5
 )
-"""Calls that follow each other as in published traces of coding agents (``poolgrid.tools.simulation.agents``), with
+"""Calls that follow each other as in published traces of coding agents (``poolgrid.plugins.simulation.agents``), with
 prompts of a third of theirs, so that sessions end within a run."""
 
 LONG = Kind((16, 0.0, 16, 16), 1, (8600, 0.35, 3000, 20_000), (1, 0.0, 1, 1), (200, 0.0, 200, 200), 1, (1, 1), 1.0)

@@ -32,7 +32,7 @@ def pages() -> dict[str, str]:
 
 def option_helps() -> Iterator[tuple[str, str]]:
     """Yield the command with its option, and the option's help without its default and its allowed words."""
-    from poolgrid.cli.main import app
+    from poolgrid.server.cli.main import app
 
     for path, command in _commands(app, ()):
         for parameter in command.params:

@@ -14,25 +14,25 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic.fields import FieldInfo
 
-from poolgrid.cli.local_pool import UpSettings
-from poolgrid.cli.main import app
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from poolgrid.discovery.settings import DiscoverySettings
-from poolgrid.frontend.media.settings import MediaSettings
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.http.http_settings import HttpSettings, ServerSettings
-from poolgrid.process.nats_settings import EventPlaneSettings, NatsSettings
-from poolgrid.process.settings import Settings
-from poolgrid.process.tracing.settings import TraceSettings
-from poolgrid.router.settings import EndpointPickerSettings, RouterSettings
-from poolgrid.serving.router_settings import ServingSettings
-from poolgrid.tools.bench.settings import BenchSettings
-from poolgrid.tools.engine_check.settings import EngineCheckSettings
-from poolgrid.tools.simulation.settings import EngineSettings, SimulationSettings, WhatIfSettings
-from poolgrid.transport.security import SecuritySettings
-from poolgrid.workers.engines.registry import EngineChoice, engine_definition, engines
-from poolgrid.workers.settings import WorkerProcessSettings
+from poolgrid.plugins.bench.settings import BenchSettings
+from poolgrid.plugins.engine_check.settings import EngineCheckSettings
+from poolgrid.plugins.simulation.settings import EngineSettings, SimulationSettings, WhatIfSettings
+from poolgrid.server.cli.local_pool import UpSettings
+from poolgrid.server.cli.main import app
+from poolgrid.server.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.server.discovery.settings import DiscoverySettings
+from poolgrid.server.frontend.media.settings import MediaSettings
+from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.global_router.settings import GlobalRouterSettings
+from poolgrid.server.http.http_settings import HttpSettings, ServerSettings
+from poolgrid.server.process.nats_settings import EventPlaneSettings, NatsSettings
+from poolgrid.server.process.settings import Settings
+from poolgrid.server.process.tracing.settings import TraceSettings
+from poolgrid.server.router.settings import EndpointPickerSettings, RouterSettings
+from poolgrid.server.serving.router_settings import ServingSettings
+from poolgrid.server.transport.security import SecuritySettings
+from poolgrid.server.workers.engines.registry import EngineChoice, engine_definition, engines
+from poolgrid.server.workers.settings import WorkerProcessSettings
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 DOCS = SOURCE_ROOT / "docs"

@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from poolgrid.router.core.engine_times import Engines
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.tools.bench.trace import read_trace
-from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
-from poolgrid.tools.simulation.recording import policy_report
-from poolgrid.tools.simulation.workload import SpeedChange, WorkerSpeeds, build_workload
-from poolgrid.workers.core.timing import PolynomialTiming
-from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
+from poolgrid.kernel.decision.policy import Candidates, Choice, RoutingRequest
+from poolgrid.kernel.routing.engine_times import Engines
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.plugins.bench.trace import read_trace
+from poolgrid.plugins.simulated.core.engine import SimulatedLimits
+from poolgrid.plugins.simulation.pool import RouterFleet, RunResult, SimulatedPool
+from poolgrid.plugins.simulation.recording import policy_report
+from poolgrid.plugins.simulation.workload import SpeedChange, WorkerSpeeds, build_workload
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.workers.timing import PolynomialTiming
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

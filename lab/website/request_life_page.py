@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from poolgrid.serving import request_machine
-from poolgrid.serving.request_machine import ANY, LEGS, ROWS, Step
+from poolgrid.kernel.requests import request_machine
+from poolgrid.kernel.requests.request_machine import ANY, LEGS, ROWS, Step
 
 HEAD = """# Request life cycle
 
 What happens to a request on its workers, and how the router reacts. Routers and global routers follow this table only:
-it is `ROWS` in `src/poolgrid/serving/request_machine.py`, from which this page is generated (`make docs`).
+it is `ROWS` in `src/poolgrid/kernel/requests/request_machine.py`, from which this page is generated (`make docs`).
 
 A request is served in *legs*: whole on one worker, or prefill and decode on two, with its images encoded first. Search
 for what you saw: a lost worker is *worker lost*, a drain *refused: draining*, fail-over the step *move*.
@@ -37,7 +37,7 @@ def page() -> str:
     lines += [
         "",
         "Anything else cannot happen or has no effect, such as output after the end of a request. Docstrings describe",
-        "leg states and events (`src/poolgrid/serving/legs.py`) and steps (`src/poolgrid/serving/request_machine.py`).",
+        "leg states and events (`src/poolgrid/kernel/requests/legs.py`) and steps (`src/poolgrid/kernel/requests/request_machine.py`).",
     ]
     return (
         "\n".join(lines)

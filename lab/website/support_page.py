@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from poolgrid.nats.connection import OLDEST_SERVER
-from poolgrid.workers.engines.registry import engines
+from poolgrid.plugins.nats.connection import OLDEST_SERVER
+from poolgrid.server.workers.engines.registry import engines
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from poolgrid.router.core.approximate_index import Beliefs, BelievedChain
-from poolgrid.router.core.leg_times import LearnedLegTimes
-from poolgrid.router.core.load_ledger import LoadEntry
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.stream_health import OpenChoice as AwaitedChoice
-from poolgrid.router.core.stream_health import Window
-from poolgrid.router.decision_journal.entries import (
+from poolgrid.kernel.projection.approximate_index import Beliefs, BelievedChain
+from poolgrid.kernel.projection.leg_times import LearnedLegTimes
+from poolgrid.kernel.projection.load_ledger import LoadEntry
+from poolgrid.kernel.projection.stream_health import OpenChoice as AwaitedChoice
+from poolgrid.kernel.projection.stream_health import Window
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.wire.hashing import pack_hashes, unpack_hashes
+from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.server.router.decision_journal.entries import (
     BelievedBlocks,
     Checkpoint,
     CheckWindow,
@@ -20,8 +22,6 @@ from poolgrid.router.decision_journal.entries import (
     OpenChoice,
     RouterBeliefs,
 )
-from poolgrid.wire.hashing import pack_hashes, unpack_hashes
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
 
 SPEEDS = "paces"
 """The observer whose state has a field of its own in a checkpoint."""

@@ -21,11 +21,22 @@ from typing import Any, assert_never
 import msgspec
 import numpy as np
 
-from poolgrid.consolidator.journal.inspection import NotKept, reaches_back_to, state_at
-from poolgrid.consolidator.journal.stored_records import SegmentKind, StoredRecord, stored_records
-from poolgrid.consolidator.ports import ReadableDisk
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.inputs import (
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.decision.policy import (
+    EXPECTED_MS,
+    OWN_MS,
+    PACE,
+    Candidates,
+    Choice,
+    Column,
+    Forecast,
+    RoutingRequest,
+)
+from poolgrid.kernel.decision.stage_plan import LegChoice
+from poolgrid.kernel.journal.ports import ReadableDisk
+from poolgrid.kernel.journal.stored_records import SegmentKind, StoredRecord, stored_records
+from poolgrid.kernel.projection.projection import LOAD_STEP_BLOCKS, Projection
+from poolgrid.kernel.routing.inputs import (
     Booked,
     Expired,
     Input,
@@ -38,13 +49,11 @@ from poolgrid.router.core.inputs import (
     TurnOffered,
     WorkerWanted,
 )
-from poolgrid.router.core.policy import EXPECTED_MS, OWN_MS, PACE, Candidates, Choice, Column, Forecast, RoutingRequest
-from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Projection
-from poolgrid.router.core.stage_plan import LegChoice
-from poolgrid.router.core.working_set import Admission
-from poolgrid.wire.events import JournalRecord
-from poolgrid.wire.hashing import pack_hashes, unpack_hashes
-from poolgrid.wire.identifiers import Role, WorkerKey
+from poolgrid.kernel.routing.working_set import Admission
+from poolgrid.kernel.wire.events import JournalRecord
+from poolgrid.kernel.wire.hashing import pack_hashes, unpack_hashes
+from poolgrid.kernel.wire.identifiers import Role, WorkerKey
+from poolgrid.server.consolidator.journal.inspection import NotKept, reaches_back_to, state_at
 
 DECISIONS = SegmentKind(
     b"PGRIDDEC",

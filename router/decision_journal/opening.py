@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from importlib import metadata
 
-from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk
-from poolgrid.consolidator.settings import ConsolidatorSettings, Tuning
-from poolgrid.process.clock import Clock
-from poolgrid.process.settings import with_constants
-from poolgrid.router.core.policy import Policy
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.decision_journal.entries import RouterSettingsNoted
-from poolgrid.router.decision_journal.reader import DIRECTORY
-from poolgrid.router.decision_journal.recorder import DecisionRecorder, DecisionSegments, settings_noted
-from poolgrid.router.policy_loading import load_policy
-from poolgrid.router.settings import RouterSettings
+from poolgrid.kernel.decision.policy import Policy
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.server.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk
+from poolgrid.server.consolidator.settings import ConsolidatorSettings, Tuning
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.settings import with_constants
+from poolgrid.server.router.decision_journal.entries import RouterSettingsNoted
+from poolgrid.server.router.decision_journal.reader import DIRECTORY
+from poolgrid.server.router.decision_journal.recorder import DecisionRecorder, DecisionSegments, settings_noted
+from poolgrid.server.router.policy_loading import load_policy
+from poolgrid.server.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 

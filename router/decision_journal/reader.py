@@ -8,12 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
-from poolgrid.consolidator.journal.stored_records import TornTail, corrupt, segment_names, stored_payloads
-from poolgrid.consolidator.ports import ReadableDisk
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.decision_journal.checkpoints import believed_chains
-from poolgrid.router.decision_journal.entries import (
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.journal.ports import ReadableDisk
+from poolgrid.kernel.journal.stored_records import TornTail, corrupt, segment_names, stored_payloads
+from poolgrid.kernel.wire.identifiers import SEQUENCE, WorkerId, WorkerKey, are_sequences, nearness
+from poolgrid.server.consolidator.journal.posix_disk import ReadOnlyDirectory
+from poolgrid.server.router.decision_journal.checkpoints import believed_chains
+from poolgrid.server.router.decision_journal.entries import (
     DECISIONS,
     AnyEntry,
     Checkpoint,
@@ -25,7 +26,6 @@ from poolgrid.router.decision_journal.entries import (
     decision_of,
     decode,
 )
-from poolgrid.wire.identifiers import SEQUENCE, WorkerId, WorkerKey, are_sequences, nearness
 
 DIRECTORY = "decisions"
 """Where the decision journals lie within a data_dir: one directory per router, named by its id."""
@@ -105,8 +105,8 @@ def decisions_about(
 ) -> list[RecordedDecision]:
     """Return a request's decisions, first attempt first, with what the workers then really reused.
 
-    It may be asked for by any name that people have of it (``poolgrid.wire.identifiers``). By one that several clients
-    chose, those of the latest are returned; of a request with several sequences those of each.
+    It may be asked for by any name that people have of it (``poolgrid.kernel.wire.identifiers``). By one that several
+    clients chose, those of the latest are returned; of a request with several sequences those of each.
 
     ``on_progress`` gets the bytes of entries read, now and then.
     """

@@ -23,16 +23,17 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.consolidator.journal.framing import FILE_HEADER, EntryFault, JournalCorrupt, file_header, frame, scan
-from poolgrid.consolidator.journal.stored_records import SUFFIX, created_ms_of, offset_of, segment_names
-from poolgrid.consolidator.ports import Disk
-from poolgrid.process.clock import Clock
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.inputs import Input, RecordsArrived
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.working_set import Admission
-from poolgrid.router.decision_journal.checkpoints import Draft, draft_of
-from poolgrid.router.decision_journal.entries import (
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.journal.framing import FILE_HEADER, EntryFault, JournalCorrupt, file_header, frame, scan
+from poolgrid.kernel.journal.ports import Disk
+from poolgrid.kernel.journal.stored_records import SUFFIX, created_ms_of, offset_of, segment_names
+from poolgrid.kernel.routing.inputs import Input, RecordsArrived
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.working_set import Admission
+from poolgrid.kernel.wire.hashing import stable_u64
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.router.decision_journal.checkpoints import Draft, draft_of
+from poolgrid.server.router.decision_journal.entries import (
     DECISIONS,
     INPUTS_VERSION,
     Decided,
@@ -49,7 +50,6 @@ from poolgrid.router.decision_journal.entries import (
     kept,
     records_applied,
 )
-from poolgrid.wire.hashing import stable_u64
 
 log = logging.getLogger(__name__)
 

@@ -22,14 +22,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from poolgrid.consolidator.journal.inspection import NotKept
-from poolgrid.consolidator.ports import ReadableDisk
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.inputs import TurnOffered
-from poolgrid.router.core.policy import Policy
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.decision_journal.checkpoints import restore
-from poolgrid.router.decision_journal.entries import (
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.decision.policy import Policy
+from poolgrid.kernel.journal.ports import ReadableDisk
+from poolgrid.kernel.routing.inputs import TurnOffered
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.wire.identifiers import WorkerKey
+from poolgrid.server.consolidator.journal.inspection import NotKept
+from poolgrid.server.router.decision_journal.checkpoints import restore
+from poolgrid.server.router.decision_journal.entries import (
     INPUTS_VERSION,
     OLDEST_INPUTS_VERSION,
     Checkpoint,
@@ -49,10 +50,9 @@ from poolgrid.router.decision_journal.entries import (
     made_of,
     wanted_of,
 )
-from poolgrid.router.decision_journal.opening import settings_of
-from poolgrid.router.decision_journal.reader import ReadRemarks, StoredEntry, stored_entries
-from poolgrid.router.policy_loading import make_state
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.server.router.decision_journal.opening import settings_of
+from poolgrid.server.router.decision_journal.reader import ReadRemarks, StoredEntry, stored_entries
+from poolgrid.server.router.policy_loading import make_state
 
 PROGRESS_EVERY_ENTRIES = 200
 

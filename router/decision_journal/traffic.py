@@ -12,25 +12,25 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from zlib import decompress
 
-from poolgrid.consolidator.journal.inspection import reaches_back_to, state_at
-from poolgrid.consolidator.journal.stored_records import stored_records
-from poolgrid.consolidator.ports import ReadableDisk
-from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.examiner import Examiner, uncached_of
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import PROMPT_STAGES
-from poolgrid.router.decision_journal.entries import (
+from poolgrid.kernel.decision.decision import Decision, DecisionLog
+from poolgrid.kernel.journal.ports import ReadableDisk
+from poolgrid.kernel.journal.stored_records import stored_records
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.selector import PROMPT_STAGES
+from poolgrid.kernel.wire.card import WorkerCard
+from poolgrid.kernel.wire.events import PrefillCompleted, RequestFinished, RequestProgressed, WorkerJoined, WorkerLeft
+from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.server.consolidator.journal.inspection import reaches_back_to, state_at
+from poolgrid.server.router.decision_journal.entries import (
     DecisionMade,
     OverlapRealised,
     RequestEnded,
     RouterSettingsNoted,
     path_of,
 )
-from poolgrid.router.decision_journal.reader import stored_entries
-from poolgrid.serving.prompt_paths import ReuseSketch
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestProgressed, WorkerJoined, WorkerLeft
-from poolgrid.wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.server.router.decision_journal.reader import stored_entries
+from poolgrid.server.router.examiner import Examiner, uncached_of
+from poolgrid.server.serving.prompt_paths import ReuseSketch
 
 PROGRESS_EVERY_ENTRIES = 500
 

@@ -1,5 +1,5 @@
 """``python -m poolgrid``: the same as the console command."""
 
-from poolgrid.cli.main import run
+from poolgrid.server.cli.main import run
 
 run()

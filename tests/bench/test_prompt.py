@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.tools.bench.conversations import (
+from poolgrid.plugins.bench.conversations import (
     PAUSE_MAX,
     ConversationShape,
     PlannedConversation,
     plan_conversations,
 )
-from poolgrid.tools.bench.prompt import WORDS, PlannedRequest, PromptMaker, block_symbols, digits_of
+from poolgrid.plugins.bench.prompt import WORDS, PlannedRequest, PromptMaker, block_symbols, digits_of
 
 block_ids = st.integers(0, 2**32 - 1)
 bases = st.integers(2, 300)

@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.process.clock import SystemClock
-from poolgrid.tools.bench.client import BenchExchange, Client, HttpTarget, RequestFailed
-from poolgrid.tools.bench.conversations import (
+from poolgrid.plugins.bench.client import BenchExchange, Client, HttpTarget, RequestFailed
+from poolgrid.plugins.bench.conversations import (
     ConversationShape,
     PlannedConversation,
     plan_conversations,
     synthetic,
 )
-from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker, WordScale
-from poolgrid.tools.bench.runner import Planned, RequestShape, Result, measure_word_scale, run
+from poolgrid.plugins.bench.prompt import PlannedRequest, PromptMaker, WordScale
+from poolgrid.plugins.bench.runner import Planned, RequestShape, Result, measure_word_scale, run
+from poolgrid.server.process.clock import SystemClock
 from tests.bench.fake_endpoint import FakeEndpoint, answer_of, serving
 
 PROMPTS = PromptMaker(16, 255)

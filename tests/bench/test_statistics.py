@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from poolgrid.tools.bench.statistics import (
+from poolgrid.plugins.bench.statistics import (
     ERROR_KINDS_MAX,
     ERROR_SAMPLES_MAX,
     GROWTH,
@@ -22,7 +22,7 @@ from poolgrid.tools.bench.statistics import (
     report,
     with_ratios,
 )
-from poolgrid.tools.bench.table import series_table
+from poolgrid.plugins.bench.table import series_table
 
 values = st.lists(st.floats(0, 1e7), min_size=1, max_size=100)
 

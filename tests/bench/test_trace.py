@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker
-from poolgrid.tools.bench.trace import (
+from poolgrid.plugins.bench.prompt import PlannedRequest, PromptMaker
+from poolgrid.plugins.bench.trace import (
     TRACE_BLOCK_TOKENS,
     TraceError,
     TraceRow,

@@ -6,8 +6,8 @@ from tokenizers import Tokenizer
 
 from lab.benchmarks.chat_text import ChatText
 from lab.benchmarks.chat_trace import ChatRequest, chat_requests, shared_tokens
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.tools.bench.trace import TraceRow
+from poolgrid.plugins.bench.trace import TraceRow
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 
 WORDS = ["alpha", "request", "worker", "prefix", "token", "block", "model", "cache"]
 BOUNDS = {"requests": 100, "isl_min": 1150, "isl_max": 3000}

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from lab.benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_assignment, least_ttfts
 from lab.benchmarks.policy_times import CLAIRVOYANT, LEAST, TABLES
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.tools.bench.trace import read_trace
-from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
-from poolgrid.tools.simulation.workload import SpeedChange, WorkerSpeeds, Workload, build_workload
-from poolgrid.workers.core.timing import PolynomialTiming
+from poolgrid.plugins.bench.trace import read_trace
+from poolgrid.plugins.simulation.pool import RouterFleet, SimulatedPool
+from poolgrid.plugins.simulation.workload import SpeedChange, WorkerSpeeds, Workload, build_workload
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.workers.timing import PolynomialTiming
 from tests.simulation.builders import CONVERSATION, limits, row
 
 UNLIKE = WorkerSpeeds((*[1.0] * 4, *[1 / 3] * 4), (SpeedChange(0, 20_000.0, 40_000.0, 0.25),))

@@ -21,11 +21,11 @@ from lab.benchmarks.simulated_fleet import (
     fleet_report,
     round_robin,
 )
-from poolgrid.global_router.core.document.grid_document import GridDocument
-from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.tools.bench.trace import TraceRow, read_trace
-from poolgrid.tools.simulation.workload import Workload, build_workload
-from poolgrid.workers.core.timing import TableTiming
+from poolgrid.kernel.pool_grids.grid_document import GridDocument
+from poolgrid.plugins.bench.trace import TraceRow, read_trace
+from poolgrid.plugins.simulation.workload import Workload, build_workload
+from poolgrid.server.global_router.document.reader import load_document
+from poolgrid.server.workers.timing import TableTiming
 from tests.simulation.builders import CONVERSATION, limits, row
 
 FAST, CHEAP = WorkerClass(2.0, 3.0), WorkerClass(1.0, 1.0)

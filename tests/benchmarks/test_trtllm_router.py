@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lab.benchmarks.trtllm_router import InstanceScore, RankScore
-from poolgrid.router.core.policy import Candidates, RoutingRequest
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.kernel.decision.policy import Candidates, RoutingRequest
+from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
 
 REQUEST = RoutingRequest("r", "m", isl=320, block_size=32, blocks=10)
 

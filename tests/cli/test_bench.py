@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from poolgrid.tools.bench.command import plan, run_bench
-from poolgrid.tools.bench.prompt import PlannedRequest
-from poolgrid.tools.bench.settings import BenchSettings
-from poolgrid.tools.bench.trace import TraceError
+from poolgrid.plugins.bench.command import plan, run_bench
+from poolgrid.plugins.bench.prompt import PlannedRequest
+from poolgrid.plugins.bench.settings import BenchSettings
+from poolgrid.plugins.bench.trace import TraceError
 from tests.bench.fake_endpoint import FakeEndpoint, serving
 
 CONVERSATION = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
@@ -25,7 +25,7 @@ BENCH_PAGE = (DOCS / "measuring.md").read_text()
 def test_a_replay_reports_the_keys_that_scripts_rely_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poolgrid.tools.bench.command.IN_FLIGHT_MAX", 1)
+    monkeypatch.setattr("poolgrid.plugins.bench.command.IN_FLIGHT_MAX", 1)
     out = tmp_path / "out.json"
     settings = {"trace": CONVERSATION, "requests": 120, "speed": 1000, "length_scale": 1 / 32, "osl": 3}
 
@@ -245,6 +245,6 @@ class TestSettings:
 
 
 def test_every_json_key_is_documented() -> None:
-    from poolgrid.tools.bench.statistics import Report
+    from poolgrid.plugins.bench.statistics import Report
 
     assert [key for key in Report.__struct_fields__ if f"`{key}`" not in BENCH_PAGE] == []

@@ -11,8 +11,8 @@ import pytest
 from click.shell_completion import get_completion_class
 from click.testing import CliRunner
 
-from poolgrid.cli.commands.completion import COMPLETE_VARIABLE, HOW_TO_KEEP
-from poolgrid.cli.main import PROGRAM, app
+from poolgrid.server.cli.commands.completion import COMPLETE_VARIABLE, HOW_TO_KEEP
+from poolgrid.server.cli.main import PROGRAM, app
 
 LINES = {
     "rou": {"router"},

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.cli import config
-from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.server.cli import config
+from poolgrid.server.global_router.document.reader import load_document
 from tests.global_router.documents import ROOT, changed, disagg, dynamo_agg, dynamo_disagg
 
 EXAMPLE = ROOT / "pool_configs" / "long_context.json"

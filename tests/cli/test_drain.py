@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli.commands.drain import Told, drain_through, left_on, without_anybody
-from poolgrid.cli.main import app
-from poolgrid.wire.answers import WorkerRow
+from poolgrid.kernel.wire.answers import WorkerRow
+from poolgrid.server.cli.commands.drain import Told, drain_through, left_on, without_anybody
+from poolgrid.server.cli.main import app
 from tests.cli.json_server import serving
 from tests.cli.test_top import WORKERS
 

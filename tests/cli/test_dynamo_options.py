@@ -11,10 +11,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli import main
-from poolgrid.cli.dynamo_options import OPTIONS, in_our_words
-from poolgrid.process.settings import Settings
-from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
+from poolgrid.plugins.trtllm.settings import TrtllmWorkerSettings
+from poolgrid.server.cli import main
+from poolgrid.server.cli.dynamo_options import OPTIONS, in_our_words
+from poolgrid.server.process.settings import Settings
 from tests.cases import for_each
 
 TRTLLM = ("--engine", "trtllm", "--model-path", "m")

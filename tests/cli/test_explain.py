@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from poolgrid.cli.commands.explain import run_explain, tree
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.wire.answers import PlacedExplanation, RequestExplanation
-from poolgrid.wire.events import WorkerDraining
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.kernel.wire.answers import PlacedExplanation, RequestExplanation
+from poolgrid.kernel.wire.events import WorkerDraining
+from poolgrid.server.cli.commands.explain import run_explain, tree
 from tests.cli.json_server import Answer, serving
 from tests.router.fleet_builder import Pool, decided, stored
 

@@ -12,15 +12,23 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from poolgrid.cli import front
-from poolgrid.cli.fleet import pools_in_front
-from poolgrid.cli.front import FrontPlan, FrontProblem, FrontServer, ask_all, entries_of, make_plan, settings_later
-from poolgrid.cli.local_pool import UpSettings
-from poolgrid.cli.main import app
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.settings import NO_TOKENIZER
-from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.workers.engines.server.core.server_facts import ServerFacts
+from poolgrid.server.cli import front
+from poolgrid.server.cli.fleet import pools_in_front
+from poolgrid.server.cli.front import (
+    FrontPlan,
+    FrontProblem,
+    FrontServer,
+    ask_all,
+    entries_of,
+    make_plan,
+    settings_later,
+)
+from poolgrid.server.cli.local_pool import UpSettings
+from poolgrid.server.cli.main import app
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.settings import NO_TOKENIZER
+from poolgrid.server.global_router.document.reader import load_document
+from poolgrid.server.workers.engines.server.core.server_facts import ServerFacts
 from tests.e2e.processes import Process, eventually, metric
 from tests.fakes.engine_server.openai import OpenAiServer
 from tests.fakes.engine_server.threaded import servers_in_thread

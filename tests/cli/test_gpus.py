@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.cli.launch_plan import GpusMissing, Need, assign, present_gpus, usable_gpus
+from poolgrid.server.cli.launch_plan import GpusMissing, Need, assign, present_gpus, usable_gpus
 
 EIGHT = tuple(str(at) for at in range(8))
 

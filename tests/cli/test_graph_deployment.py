@@ -12,11 +12,11 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from poolgrid.cli.graph_deployment import GraphDeploymentError, convert_graph
-from poolgrid.cli.main import app
-from poolgrid.global_router.core.choice.grid import Grid, GridRequest
-from poolgrid.global_router.core.choice.request_hints import read_hints
-from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.kernel.pool_grids.grid import Grid, GridRequest
+from poolgrid.kernel.pool_grids.request_hints import read_hints
+from poolgrid.server.cli.graph_deployment import GraphDeploymentError, convert_graph
+from poolgrid.server.cli.main import app
+from poolgrid.server.global_router.document.reader import load_document
 from tests.global_router.pool_selector import SELECTOR as POOL_SELECTOR
 from tests.kubernetes.chart import CHART
 

@@ -9,8 +9,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli.main import PROGRAM, app
-from poolgrid.cli.options import BYTES
+from poolgrid.server.cli.main import PROGRAM, app
+from poolgrid.server.cli.options import BYTES
 from tests.forms import needs_checkout
 
 

@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 
 import pytest
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.workers.hub_server import COMMIT, FileServer, file_server
 
 NAME = "org/tiny-model"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli.main import app
-from poolgrid.consolidator.journal.posix_disk import PosixDisk
+from poolgrid.server.cli.main import app
+from poolgrid.server.consolidator.journal.posix_disk import PosixDisk
 from tests.consolidator.journal_builder import encoded, fold, write
 from tests.consolidator.test_journal_inspection import from_the_future
 
@@ -149,7 +149,7 @@ def test_what_people_read_is_never_cut(directory: Path, columns: str, monkeypatc
 
 
 def test_a_command_that_finds_no_nats_server_leaves_no_connection_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.nats.plane.CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("poolgrid.plugins.nats.plane.CONNECT_TIMEOUT_S", 0.2)
 
     before = set(threading.enumerate())
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from poolgrid.cli.main import app
-from poolgrid.frontend.access import key_file
-from poolgrid.frontend.access.tenants import Tenants
-from poolgrid.inference import Refused
+from poolgrid.kernel.requests.inference import Refused
+from poolgrid.server.cli.main import app
+from poolgrid.server.frontend.access import key_file
+from poolgrid.server.frontend.access.tenants import Tenants
 
 
 def keys(*arguments: str, typed: str = "") -> Result:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli.command_line import LateGroup
-from poolgrid.cli.main import SECTIONS, app, run
-from poolgrid.process import garbage
+from poolgrid.server.cli.command_line import LateGroup
+from poolgrid.server.cli.main import SECTIONS, app, run
+from poolgrid.server.process import garbage
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,11 +27,11 @@ PACKAGES = (
 
 PROBE = """
 import importlib, sys
-from poolgrid.cli.main import app
+from poolgrid.server.cli.main import app
 app.commands[sys.argv[1]]
 for module in sys.argv[2].split(","):
     importlib.import_module(module)
-from poolgrid.process.settings import Settings
+from poolgrid.server.process.settings import Settings
 waiting = [Settings]
 for each in waiting:
     waiting += each.__subclasses__()
@@ -41,32 +41,32 @@ print("\\n".join(sys.modules))
 """
 
 NOT_NEEDED = {
-    ("worker", "poolgrid.workers.engines.simulated.opening,poolgrid.workers.bootstrap"): {
-        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "poolgrid.frontend", "poolgrid.router",
-        "poolgrid.global_router", "poolgrid.tools.simulation",
+    ("worker", "poolgrid.plugins.simulated.opening,poolgrid.server.workers.bootstrap"): {
+        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "poolgrid.server.frontend", "poolgrid.server.router",
+        "poolgrid.server.global_router", "poolgrid.plugins.simulation",
     },
-    ("up", "poolgrid.cli.local_pool"): {
-        "fastapi", "httpx", "rich", "numpy", "poolgrid.router", "poolgrid.global_router",
-        "poolgrid.tools.simulation", "poolgrid.workers.service",
+    ("up", "poolgrid.server.cli.local_pool"): {
+        "fastapi", "httpx", "rich", "numpy", "poolgrid.server.router", "poolgrid.server.global_router",
+        "poolgrid.plugins.simulation", "poolgrid.server.workers.service",
     },
-    ("consolidator", "poolgrid.consolidator.bootstrap"): {
-        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "yaml", "poolgrid.frontend",
-        "poolgrid.workers.bootstrap", "poolgrid.workers.service", # their settings are options of this command
-        "poolgrid.global_router", "poolgrid.tools.simulation", "poolgrid.router.core",
+    ("consolidator", "poolgrid.server.consolidator.bootstrap"): {
+        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "yaml", "poolgrid.server.frontend",
+        "poolgrid.server.workers.bootstrap", "poolgrid.server.workers.service", # their settings are options of this command
+        "poolgrid.server.global_router", "poolgrid.plugins.simulation", "poolgrid.kernel.routing",
     },
-    ("router", "poolgrid.router.bootstrap"): {
-        "poolgrid.workers", "poolgrid.global_router", "poolgrid.tools.simulation", "poolgrid.tools.bench", "yaml",
+    ("router", "poolgrid.server.router.bootstrap"): {
+        "poolgrid.server.workers", "poolgrid.server.global_router", "poolgrid.plugins.simulation", "poolgrid.plugins.bench", "yaml",
         "httpx",
         "rich", "matplotlib", "grpc", "google.protobuf",
     },
-    ("global-router", "poolgrid.global_router.bootstrap"): {
+    ("global-router", "poolgrid.server.global_router.bootstrap"): {
         # httpx brings rich
-        "poolgrid.workers", "poolgrid.router", "poolgrid.tools.simulation", "poolgrid.tools.bench", "yaml",
+        "poolgrid.server.workers", "poolgrid.server.router", "poolgrid.plugins.simulation", "poolgrid.plugins.bench", "yaml",
         "matplotlib",
-        "poolgrid.cli.config", "poolgrid.global_router.heat_map", "poolgrid.global_router.core.builder",
+        "poolgrid.server.cli.config", "poolgrid.server.global_router.heat_map", "poolgrid.plugins.grid_builder",
     },
-    ("explain", "poolgrid.cli.commands.explain"): {
-        "numpy", "poolgrid.router", "poolgrid.tools.simulation", "poolgrid.cli.journal_directory",
+    ("explain", "poolgrid.server.cli.commands.explain"): {
+        "numpy", "poolgrid.server.router", "poolgrid.plugins.simulation", "poolgrid.server.cli.journal_directory",
     },
 }  # fmt: skip
 """What a command's process must not import, by the command and the modules that start it."""
@@ -102,7 +102,7 @@ def test_every_command_is_called_as_the_table_says() -> None:
 
 
 def test_commands_of_the_core_are_where_their_names_say_and_nothing_imports_them() -> None:
-    core = "poolgrid.cli.commands."
+    core = "poolgrid.server.cli.commands."
     modules = {name: module for name, module in MODULES.items() if module.startswith(core)}
     assert modules == {name: f"{core}{name.replace('-', '_')}" for name in modules}
     made = {path.stem for path in (ROOT / "src" / "poolgrid" / "cli" / "commands").glob("*.py")} - {"__init__"}
@@ -132,8 +132,8 @@ def test_a_command_whose_folder_is_absent_is_refused_by_name(monkeypatch: pytest
 
 
 def test_other_distributions_add_commands_by_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    added = EntryPoint("greet", "poolgrid.cli.commands.completion:completion", "poolgrid.commands")
-    monkeypatch.setattr("poolgrid.cli.command_line._added", lambda: EntryPoints([added]))
+    added = EntryPoint("greet", "poolgrid.server.cli.commands.completion:completion", "poolgrid.commands")
+    monkeypatch.setattr("poolgrid.server.cli.command_line._added", lambda: EntryPoints([added]))
 
     assert CliRunner().invoke(app, ["greet", "bash"]).exit_code == 0
     assert "greet" in CliRunner().invoke(app, ["--help"]).output

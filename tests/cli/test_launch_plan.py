@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 from rich.console import Console
 
-from poolgrid.cli.launch_plan import (
+from poolgrid.plugins.trtllm.arguments.contract import ContractError
+from poolgrid.server.cli.launch_plan import (
     INGEST,
     GpusMissing,
     OptionProblem,
@@ -23,9 +24,8 @@ from poolgrid.cli.launch_plan import (
     options_as_settings,
     show,
 )
-from poolgrid.cli.local_pool import UpSettings, plan, planned_parts
-from poolgrid.cli.main import app
-from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
+from poolgrid.server.cli.local_pool import UpSettings, plan, planned_parts
+from poolgrid.server.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "engine_configs"

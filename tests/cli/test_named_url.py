@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli.fleet import nats_names
-from poolgrid.cli.main import app
-from poolgrid.cli.router_client import other_url_of, url_of
-from poolgrid.discovery.directory import DirectoryRegistrations
-from poolgrid.global_router.core.document.grid_document import GridDocument
-from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire.registration import encode_registration
+from poolgrid.kernel.pool_grids.grid_document import GridDocument
+from poolgrid.kernel.wire.registration import encode_registration
+from poolgrid.server.cli.fleet import nats_names
+from poolgrid.server.cli.main import app
+from poolgrid.server.cli.router_client import other_url_of, url_of
+from poolgrid.server.discovery.directory import DirectoryRegistrations
+from poolgrid.server.global_router.document.reader import load_document
+from poolgrid.server.process.clock import SystemClock
 from tests.discovery.registrations import registration
 
 NAME = "dyn://blue.router.http"

@@ -20,12 +20,12 @@ import pytest
 import zmq
 from click.testing import CliRunner
 
-from poolgrid.cli.options import arguments_of, with_settings
-from poolgrid.cli.part import Part, PartFailed, handed_on, part_environment, stop_parts
-from poolgrid.cli.service_process import start_status
-from poolgrid.process.nats_settings import EventPlaneSettings
-from poolgrid.process.restart_pace import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
-from poolgrid.transport.bound_socket import ReservedPorts, bind
+from poolgrid.server.cli.options import arguments_of, with_settings
+from poolgrid.server.cli.part import Part, PartFailed, handed_on, part_environment, stop_parts
+from poolgrid.server.cli.service_process import start_status
+from poolgrid.server.process.nats_settings import EventPlaneSettings
+from poolgrid.server.process.restart_pace import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
+from poolgrid.server.transport.bound_socket import ReservedPorts, bind
 
 HOST = "127.0.0.1"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli.main import app
+from poolgrid.server.cli.main import app
 
 SECRET = "hunter2"
 FORMS = (

@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from poolgrid.cli.main import app
-from poolgrid.tools.simulation.settings import SIMULATED_POLICIES
-from poolgrid.tools.simulation.simulate_command import result_table
+from poolgrid.plugins.simulation.settings import SIMULATED_POLICIES
+from poolgrid.plugins.simulation.simulate_command import result_table
+from poolgrid.server.cli.main import app
 from tests.simulation.builders import CONVERSATION
 
 
@@ -78,7 +78,7 @@ def test_options_reach_the_policy_and_the_engines(tmp_path: Path) -> None:
 
 
 def test_a_policy_of_ones_own_is_named_as_the_router_takes_it(tmp_path: Path) -> None:
-    own = "poolgrid.router.policies.baselines:LeastLoaded"
+    own = "poolgrid.plugins.policies.baselines:LeastLoaded"
     policies = report(tmp_path, "--requests", "50", "--policy", f"{own},least-loaded")["policies"]
 
     assert list(policies) == [own, "least-loaded"]

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from poolgrid.cli.commands.top import (
+from poolgrid.kernel.wire.answers import DecisionList, QueueRow, SourceRow, StreamRow, WorkerList, WorkerRow
+from poolgrid.server.cli.commands.top import (
     WORKERS_SHOWN_MAX,
     Frame,
     fetch,
@@ -23,7 +24,6 @@ from poolgrid.cli.commands.top import (
     view,
     watch,
 )
-from poolgrid.wire.answers import DecisionList, QueueRow, SourceRow, StreamRow, WorkerList, WorkerRow
 from tests.cli.json_server import Answer, serving
 
 QUEUE = {

@@ -20,8 +20,8 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli.main import app
-from poolgrid.wire.answers import EndpointRow
+from poolgrid.kernel.wire.answers import EndpointRow
+from poolgrid.server.cli.main import app
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 from tests.global_router.documents import dynamo_disagg

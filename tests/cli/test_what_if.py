@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli.command_line import command
-from poolgrid.cli.main import app
-from poolgrid.cli.options import with_settings
-from poolgrid.router.settings import RouterSettings
+from poolgrid.server.cli.command_line import command
+from poolgrid.server.cli.main import app
+from poolgrid.server.cli.options import with_settings
+from poolgrid.server.router.settings import RouterSettings
 from tests.router.recorded_router import NAMES, RecordedRouter
 
 TRACE = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"

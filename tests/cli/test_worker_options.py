@@ -9,14 +9,14 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from poolgrid.cli.commands import worker as worker_command
-from poolgrid.cli.main import app
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.wire.card import ChatSpec
-from poolgrid.workers.bootstrap import card_of_rank, chat_spec, told_card
-from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
-from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
-from poolgrid.workers.settings import WorkerProcessSettings
+from poolgrid.kernel.wire.card import ChatSpec
+from poolgrid.plugins.simulated.settings import SimulatedWorkerSettings
+from poolgrid.plugins.trtllm.settings import TrtllmWorkerSettings
+from poolgrid.server.cli.commands import worker as worker_command
+from poolgrid.server.cli.main import app
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.workers.bootstrap import card_of_rank, chat_spec, told_card
+from poolgrid.server.workers.settings import WorkerProcessSettings
 from tests.wire.test_wire_frames import SMALL_CARD
 
 Settings = SimulatedWorkerSettings | TrtllmWorkerSettings
@@ -30,7 +30,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     async def serve(settings: Settings, stop: Any, ready: Any) -> None:
         found.append(settings)
 
-    monkeypatch.setattr("poolgrid.workers.bootstrap.serve", serve)
+    monkeypatch.setattr("poolgrid.server.workers.bootstrap.serve", serve)
     monkeypatch.setattr(worker_command, "run_service", lambda name, log, run, worker: _run(run))
     return found
 

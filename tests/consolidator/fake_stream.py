@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from poolgrid.consolidator.journal.framing import JournalCorrupt
-from poolgrid.nats.message import (
+from poolgrid.kernel.journal.framing import JournalCorrupt
+from poolgrid.plugins.nats.message import (
     Anchor,
     Outgoing,
     OutOfTurn,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.consolidator.journal.posix_disk import PosixDisk
-from poolgrid.wire import codec
-from poolgrid.wire.events import AnyEvent, JournalRecord, WorkerJoined
+from poolgrid.kernel.consolidation.pool_state import PoolState
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import AnyEvent, JournalRecord, WorkerJoined
+from poolgrid.server.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.server.consolidator.journal.posix_disk import PosixDisk
 from tests.router.fleet_builder import make_card, stored
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import count
 from typing import Protocol
 
-from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.consolidator.ports import Journal
-from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
-from poolgrid.nats.message import RecordStream
+from poolgrid.kernel.journal.ports import Journal
+from poolgrid.plugins.nats.journal import StreamJournal, StreamJournalSettings
+from poolgrid.plugins.nats.message import RecordStream
+from poolgrid.server.consolidator.journal.files import FileJournal, JournalSettings
 from tests.clock import HandClock
 from tests.consolidator.fake_stream import FakeStream
 from tests.consolidator.journal_builder import FakeDisk

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import pytest
 
-from poolgrid.consolidator.ports import Journal
-from poolgrid.wire import codec
+from poolgrid.kernel.journal.ports import Journal
+from poolgrid.kernel.wire import codec
 from tests.consolidator.journal_builder import encoded, facts_of, fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX, JournalKind
 

@@ -15,8 +15,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
-from poolgrid.wire.identifiers import Tier
+from poolgrid.kernel.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+from poolgrid.kernel.wire.identifiers import Tier
 
 BIND_ATTEMPTS = 500
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq.asyncio
 
-from poolgrid.wire.identifiers import Tier
+from poolgrid.kernel.wire.identifiers import Tier
 from tests.consolidator.pub_engine import Cache, PubEngine
 
 ROOT = Path(__file__).parents[2]

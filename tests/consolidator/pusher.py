@@ -1,4 +1,4 @@
-"""A small worker that pushes its events as ``poolgrid.wire.ingest`` says, with faults on demand.
+"""A small worker that pushes its events as ``poolgrid.kernel.wire.ingest`` says, with faults on demand.
 
 It is written against the contract alone, not against the worker package, so that both ends are checked.
 """
@@ -10,9 +10,9 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.events import (
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.card import WorkerCard
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
@@ -22,9 +22,9 @@ from poolgrid.wire.events import (
     SnapshotBegan,
     SnapshotEnded,
 )
-from poolgrid.wire.hashing import pack_hashes, unpack_hashes
-from poolgrid.wire.identifiers import Tier
-from poolgrid.wire.ingest import (
+from poolgrid.kernel.wire.hashing import pack_hashes, unpack_hashes
+from poolgrid.kernel.wire.identifiers import Tier
+from poolgrid.kernel.wire.ingest import (
     BATCH_FRAME,
     CONTROL_FRAME,
     Acknowledged,

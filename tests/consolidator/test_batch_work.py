@@ -10,13 +10,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.bootstrap import create
-from poolgrid.consolidator.service import ConsolidatorService
-from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.process.tasks import SLICE_MS
-from poolgrid.wire import codec
-from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, RequestStarted
-from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Hello
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, RequestStarted
+from poolgrid.kernel.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Hello
+from poolgrid.server.consolidator.bootstrap import create
+from poolgrid.server.consolidator.service import ConsolidatorService
+from poolgrid.server.consolidator.settings import ConsolidatorSettings
+from poolgrid.server.process.tasks import SLICE_MS
 from tests.clock import HandClock
 from tests.consolidator.pusher import batch, removed
 from tests.router.fleet_builder import make_card, stored

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
-from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorTurn
-from poolgrid.consolidator.service import ConsolidatorService
-from poolgrid.process.tasks import on_fatal
-from poolgrid.wire.identifiers import StreamState
+from poolgrid.kernel.consolidation.consolidator import Consolidator, ConsolidatorTurn
+from poolgrid.kernel.wire.identifiers import StreamState
+from poolgrid.server.consolidator.service import ConsolidatorService
+from poolgrid.server.process.tasks import on_fatal
 from tests.consolidator.pusher import pusher_at
 from tests.consolidator.test_service import Reader, started, truth
 from tests.router.fleet_builder import stored

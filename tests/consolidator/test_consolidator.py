@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core.consolidator import (
+from poolgrid.kernel.consolidation.consolidator import (
     Consolidator,
     ConsolidatorLimits,
     ConsolidatorTurn,
@@ -16,10 +16,10 @@ from poolgrid.consolidator.core.consolidator import (
     MemberLeft,
     Now,
 )
-from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
-from poolgrid.wire import codec
-from poolgrid.wire.card import ChatSpec, MediaSpec, WorkerCard
-from poolgrid.wire.events import (
+from poolgrid.kernel.consolidation.pool_state import FrozenPool, PoolState
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.card import ChatSpec, MediaSpec, WorkerCard
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksStored,
     CacheCleared,
@@ -37,8 +37,8 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
-from poolgrid.wire.ingest import (
+from poolgrid.kernel.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.kernel.wire.ingest import (
     Acknowledged,
     FromConsolidator,
     Goodbye,
@@ -50,7 +50,7 @@ from poolgrid.wire.ingest import (
     Unknown,
     Welcome,
 )
-from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, POOL_TEMPLATES_CHARS_MAX
+from poolgrid.kernel.wire.limits import CHAT_TEMPLATE_CHARS_MAX, POOL_TEMPLATES_CHARS_MAX
 from tests.consolidator.pusher import batch, removed
 from tests.examples import examples
 from tests.router.fleet_builder import make_card, stored

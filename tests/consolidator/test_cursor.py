@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.consolidator.core.pool_state import Cursor, SequenceVerdict
+from poolgrid.kernel.consolidation.pool_state import Cursor, SequenceVerdict
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from poolgrid.kv_events import translation
-from poolgrid.kv_events.pub import decode_pub
-from poolgrid.kv_events.translation import EngineTranslator
-from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, GroupsReported, KvGroup
-from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
-from poolgrid.wire.identifiers import Tier
+from poolgrid.kernel.kv_events import translation
+from poolgrid.kernel.kv_events.pub import decode_pub
+from poolgrid.kernel.kv_events.translation import EngineTranslator
+from poolgrid.kernel.wire.events import AnyEvent, BlocksRemoved, BlocksStored, GroupsReported, KvGroup
+from poolgrid.kernel.wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
+from poolgrid.kernel.wire.identifiers import Tier
 from tests.consolidator.pub_engine import frame_of
 
 BLOCK = 4

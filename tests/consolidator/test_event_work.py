@@ -12,14 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.bootstrap import create
-from poolgrid.consolidator.core import event_work, loop_share
-from poolgrid.consolidator.core.consolidator import ConsolidatorTurn
-from poolgrid.consolidator.core.event_work import PART_UNITS, parts_of, units_of
-from poolgrid.consolidator.core.loop_share import BURST_MS, MUTE_MS, SENDERS_MAX, SHARE, LoopShare
-from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire.events import (
+from poolgrid.kernel.consolidation import event_work, loop_share
+from poolgrid.kernel.consolidation.consolidator import ConsolidatorTurn
+from poolgrid.kernel.consolidation.event_work import PART_UNITS, parts_of, units_of
+from poolgrid.kernel.consolidation.loop_share import BURST_MS, MUTE_MS, SENDERS_MAX, SHARE, LoopShare
+from poolgrid.kernel.consolidation.pool_state import PoolState
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
@@ -31,8 +29,10 @@ from poolgrid.wire.events import (
     SnapshotBegan,
     SnapshotEnded,
 )
-from poolgrid.wire.hashing import pack_hashes, unpack_hashes
-from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.kernel.wire.hashing import pack_hashes, unpack_hashes
+from poolgrid.kernel.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.server.consolidator.bootstrap import create
+from poolgrid.server.process.clock import SystemClock
 from tests.consolidator.pusher import batch, pusher_at, removed
 from tests.consolidator.test_consolidator import Bench, events, folded, hello, same
 from tests.consolidator.tuned import tuned
@@ -229,7 +229,7 @@ async def test_one_large_message_leaves_all_others_their_turns(monkeypatch: pyte
 
 async def test_a_worker_that_is_muted_is_named_and_caught_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_share, "BURST_MS", 400.0)
-    monkeypatch.setattr("poolgrid.consolidator.ingest_plane.MUTE_MS", 400.0)
+    monkeypatch.setattr("poolgrid.server.consolidator.ingest_plane.MUTE_MS", 400.0)
     monkeypatch.setattr(loop_share, "MUTE_MS", 400.0)
     context = zmq.asyncio.Context()
     consolidator_settings, tuning = tuned(lease_ms=30_000)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
-from poolgrid.wire.feed import (
+from poolgrid.kernel.consolidation.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
+from poolgrid.kernel.wire.feed import (
     MESSAGE_BYTES_MAX,
     FeedFrame,
     Records,
@@ -18,8 +18,8 @@ from poolgrid.wire.feed import (
     encode_alive,
     encode_records,
 )
-from poolgrid.wire.limits import FEED_RECORDS_PER_MESSAGE_MAX
-from poolgrid.wire.sessions import NO_SESSIONS
+from poolgrid.kernel.wire.limits import FEED_RECORDS_PER_MESSAGE_MAX
+from poolgrid.kernel.wire.sessions import NO_SESSIONS
 from tests.consolidator.journal_builder import encoded
 from tests.examples import examples
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core import block_ownership, owned_blocks
-from poolgrid.consolidator.core.block_ownership import DUMP_STEP_BLOCKS, BlockOwnership, chains, dump
-from poolgrid.consolidator.core.consolidator import ConsolidatorTurn
-from poolgrid.consolidator.core.owned_blocks import Discarded, OwnedBlocks
-from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.kernel.consolidation import block_ownership, owned_blocks
+from poolgrid.kernel.consolidation.block_ownership import DUMP_STEP_BLOCKS, BlockOwnership, chains, dump
+from poolgrid.kernel.consolidation.consolidator import ConsolidatorTurn
+from poolgrid.kernel.consolidation.owned_blocks import Discarded, OwnedBlocks
+from poolgrid.kernel.consolidation.pool_state import FrozenPool, PoolState
+from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
 from tests.consolidator.pusher import removed
 from tests.consolidator.test_consolidator import Bench, Step, played, same, steps
 from tests.router.fleet_builder import stored

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core.consolidator import ConsolidatorTurn, MemberJoined
-from poolgrid.consolidator.core.further_source import FollowerLimits, FurtherSource
-from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.kv_events.follower import END_OF_REPLAY, REPLAY_ATTEMPTS_MAX, AskReplay
-from poolgrid.wire.events import (
+from poolgrid.kernel.consolidation.consolidator import ConsolidatorTurn, MemberJoined
+from poolgrid.kernel.consolidation.further_source import FollowerLimits, FurtherSource
+from poolgrid.kernel.consolidation.pool_state import PoolState
+from poolgrid.kernel.kv_events.follower import END_OF_REPLAY, REPLAY_ATTEMPTS_MAX, AskReplay
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
@@ -22,9 +22,9 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
-from poolgrid.wire.identifiers import StreamState, Tier
-from poolgrid.wire.ingest import Goodbye, Heartbeat
+from poolgrid.kernel.wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
+from poolgrid.kernel.wire.identifiers import StreamState, Tier
+from poolgrid.kernel.wire.ingest import Goodbye, Heartbeat
 from tests.consolidator.pub_engine import BLOCK, Cache, frame_of
 from tests.consolidator.pusher import batch, removed
 from tests.consolidator.test_consolidator import Bench, W, folded, hello, same

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core.owned_blocks import (
+from poolgrid.kernel.consolidation.owned_blocks import (
     PAGE_BLOCKS,
     SHARD_ENTRIES,
     SPARSE_BLOCKS_MIN,

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.consolidator.journal.framing import (
+from poolgrid.kernel.journal.framing import (
     ENTRY_HEADER,
     FILE_HEADER,
     SECTOR_BYTES,
@@ -21,12 +20,13 @@ from poolgrid.consolidator.journal.framing import (
     frame,
     scan,
 )
-from poolgrid.consolidator.journal.inspection import check_journal
-from poolgrid.consolidator.journal.memory import MemoryJournal
-from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk
-from poolgrid.consolidator.journal.stored_records import stored_records
-from poolgrid.wire import codec
-from poolgrid.wire.events import JournalRecord
+from poolgrid.kernel.journal.stored_records import stored_records
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import JournalRecord
+from poolgrid.server.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.server.consolidator.journal.inspection import check_journal
+from poolgrid.server.consolidator.journal.memory import MemoryJournal
+from poolgrid.server.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk
 from tests.consolidator.journal_builder import FakeDisk, encoded, facts_of, fold, record, write
 from tests.consolidator.journal_kinds import InDirectory, InFakeStream, JournalKind
 from tests.consolidator.journal_laws import JournalLaws

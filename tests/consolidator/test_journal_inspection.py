@@ -7,10 +7,14 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.consolidator.journal.framing import ENTRY_HEADER, FILE_HEADER, JournalCorrupt
-from poolgrid.consolidator.journal.inspection import (
+from poolgrid.kernel.consolidation.pool_state import PoolState
+from poolgrid.kernel.journal.framing import ENTRY_HEADER, FILE_HEADER, JournalCorrupt
+from poolgrid.kernel.journal.stored_records import stored_records, understand_all
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.events import AnyEvent, Event
+from poolgrid.server.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.server.consolidator.journal.inspection import (
     NotKept,
     check_journal,
     event_row,
@@ -20,10 +24,6 @@ from poolgrid.consolidator.journal.inspection import (
     state_at,
     survey,
 )
-from poolgrid.consolidator.journal.stored_records import stored_records, understand_all
-from poolgrid.wire import codec
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import AnyEvent, Event
 from tests.consolidator.journal_builder import FakeDisk, encoded, fold, record, write
 from tests.wire.test_wire_frames import GOLDEN
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from poolgrid.consolidator import journal_writer
-from poolgrid.consolidator.core.consolidator import ConsolidatorTurn, Now
-from poolgrid.consolidator.journal.memory import MemoryJournal
-from poolgrid.consolidator.journal_writer import JournalWriter
-from poolgrid.process.clock import SystemClock
-from poolgrid.process.tasks import BulkWork
-from poolgrid.wire.ingest import Unknown
+from poolgrid.kernel.consolidation.consolidator import ConsolidatorTurn, Now
+from poolgrid.kernel.wire.ingest import Unknown
+from poolgrid.server.consolidator import journal_writer
+from poolgrid.server.consolidator.journal.memory import MemoryJournal
+from poolgrid.server.consolidator.journal_writer import JournalWriter
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.process.tasks import BulkWork
 
 
 class Disk(MemoryJournal):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core.session_table import DUE_SPARE, KeptPrompts, SessionTable
-from poolgrid.wire.events import CacheCleared, RequestFinished, RequestStarted, TurnBegan
-from poolgrid.wire.sessions import KeptPrompt, SessionTurn
+from poolgrid.kernel.consolidation.session_table import DUE_SPARE, KeptPrompts, SessionTable
+from poolgrid.kernel.wire.events import CacheCleared, RequestFinished, RequestStarted, TurnBegan
+from poolgrid.kernel.wire.sessions import KeptPrompt, SessionTurn
 from tests.consolidator.test_session_table import record
 
 ACME = 7

@@ -10,17 +10,17 @@ import pytest
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator import ingest_plane
-from poolgrid.consolidator.bootstrap import create
-from poolgrid.consolidator.service import ConsolidatorService
-from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire import codec
-from poolgrid.wire.events import AnyEvent, RequestFinished
-from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, FromConsolidator, Hello, Welcome
-from poolgrid.workers.core.push_stream import PushStream
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.publisher import EventPublisher
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import AnyEvent, RequestFinished
+from poolgrid.kernel.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, FromConsolidator, Hello, Welcome
+from poolgrid.kernel.worker_protocol.push_stream import PushStream
+from poolgrid.server.consolidator import ingest_plane
+from poolgrid.server.consolidator.bootstrap import create
+from poolgrid.server.consolidator.service import ConsolidatorService
+from poolgrid.server.consolidator.settings import ConsolidatorSettings
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.workers.metrics import WorkerMetrics
+from poolgrid.server.workers.publisher import EventPublisher
 from tests.clock import HandClock
 from tests.consolidator.pusher import batch
 from tests.router.fleet_builder import make_card, stored

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core.block_ownership import BlockEvent, BlockOwnership, chains
-from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, SnapshotBegan
-from poolgrid.wire.hashing import unpack_hashes
-from poolgrid.wire.identifiers import Tier
+from poolgrid.kernel.consolidation.block_ownership import BlockEvent, BlockOwnership, chains
+from poolgrid.kernel.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, SnapshotBegan
+from poolgrid.kernel.wire.hashing import unpack_hashes
+from poolgrid.kernel.wire.identifiers import Tier
 from tests.consolidator.pusher import removed
 from tests.examples import examples
 from tests.router.fleet_builder import stored

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
-from poolgrid.wire.identifiers import Tier
+from poolgrid.kernel.wire.identifiers import Tier
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
 from tests.consolidator.test_service import Reader, sources_file, started
 

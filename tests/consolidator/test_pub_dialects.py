@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.kv_events.pub import EngineCleared, EngineRemoved, EngineStored, decode_pub
-from poolgrid.kv_events.translation import EngineTranslator
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import BlocksRemoved, BlocksStored, GroupsReported, KvGroup
-from poolgrid.wire.hashing import block_hashes, hash_seed, pack_hashes, pack_tokens, sequence_hashes, unpack_hashes
-from poolgrid.wire.identifiers import Tier
+from poolgrid.kernel.kv_events.pub import EngineCleared, EngineRemoved, EngineStored, decode_pub
+from poolgrid.kernel.kv_events.translation import EngineTranslator
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.events import BlocksRemoved, BlocksStored, GroupsReported, KvGroup
+from poolgrid.kernel.wire.hashing import (
+    block_hashes,
+    hash_seed,
+    pack_hashes,
+    pack_tokens,
+    sequence_hashes,
+    unpack_hashes,
+)
+from poolgrid.kernel.wire.identifiers import Tier
 from tests.consolidator.pub_engine import BLOCK, block_removed, block_stored, frame_of
 from tests.examples import examples
 

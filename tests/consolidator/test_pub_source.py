@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.kv_events.follower import (
+from poolgrid.kernel.kv_events.follower import (
     END_OF_REPLAY,
     REPLAY_ATTEMPTS_MAX,
     REST_TIMEOUT_MS,
@@ -13,8 +13,8 @@ from poolgrid.kv_events.follower import (
     PubEffect,
     PubFollower,
 )
-from poolgrid.wire.events import EventBatch
-from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
+from poolgrid.kernel.wire.events import EventBatch
+from poolgrid.kernel.wire.identifiers import StreamState, WorkerId, WorkerKey
 from tests.consolidator.pub_engine import BLOCK, Cache, frame_of
 
 

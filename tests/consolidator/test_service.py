@@ -22,22 +22,12 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
-from poolgrid.consolidator import metrics
-from poolgrid.consolidator.bootstrap import create
-from poolgrid.consolidator.core import block_ownership
-from poolgrid.consolidator.core.feed_reader import FeedEffect, FeedState
-from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.consolidator.feed_follower import FeedFollower
-from poolgrid.consolidator.journal import framing
-from poolgrid.consolidator.journal.inspection import check_journal
-from poolgrid.consolidator.journal.memory import MemoryJournal
-from poolgrid.consolidator.journal.posix_disk import PosixDisk
-from poolgrid.consolidator.journal.stored_records import stored_records
-from poolgrid.consolidator.service import ConsolidatorService
-from poolgrid.consolidator.sources_file import load_sources
-from poolgrid.process.clock import SystemClock
-from poolgrid.transport.zmq_socket import Subscription
-from poolgrid.wire.events import (
+from poolgrid.kernel.consolidation import block_ownership
+from poolgrid.kernel.consolidation.feed_reader import FeedEffect, FeedState
+from poolgrid.kernel.consolidation.pool_state import PoolState
+from poolgrid.kernel.journal import framing
+from poolgrid.kernel.journal.stored_records import stored_records
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
@@ -47,11 +37,21 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.feed import FEED_TOPIC, BlockChain, FeedFrame, WorkerState, decode_feed
-from poolgrid.wire.hashing import unpack_hashes
-from poolgrid.wire.identifiers import StreamState, Tier
-from poolgrid.wire.ingest import Hello, JoinRefused, Unknown, Welcome
-from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
+from poolgrid.kernel.wire.feed import FEED_TOPIC, BlockChain, FeedFrame, WorkerState, decode_feed
+from poolgrid.kernel.wire.hashing import unpack_hashes
+from poolgrid.kernel.wire.identifiers import StreamState, Tier
+from poolgrid.kernel.wire.ingest import Hello, JoinRefused, Unknown, Welcome
+from poolgrid.kernel.wire.sessions import NO_SESSIONS, SessionsSnapshot
+from poolgrid.server.consolidator import metrics
+from poolgrid.server.consolidator.bootstrap import create
+from poolgrid.server.consolidator.feed_follower import FeedFollower
+from poolgrid.server.consolidator.journal.inspection import check_journal
+from poolgrid.server.consolidator.journal.memory import MemoryJournal
+from poolgrid.server.consolidator.journal.posix_disk import PosixDisk
+from poolgrid.server.consolidator.service import ConsolidatorService
+from poolgrid.server.consolidator.sources_file import load_sources
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.transport.zmq_socket import Subscription
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
 from tests.consolidator.pusher import Pusher, pusher_at, removed
 from tests.consolidator.tuned import tuned
@@ -657,7 +657,7 @@ def test_an_engine_that_cannot_be_followed_leaves_the_others_their_turn(
         engine, cache = PubEngine(context), Cache("vllm")
         (good,) = load_sources(sources_file(tmp_path, engine))
         bad = msgspec.structs.replace(good, worker_id="bad", endpoint="tcp://nowhere")  # as no file's check lets in
-        monkeypatch.setattr("poolgrid.consolidator.service.load_sources", lambda *_: [bad, good])
+        monkeypatch.setattr("poolgrid.server.consolidator.service.load_sources", lambda *_: [bad, good])
         replays = asyncio.create_task(engine.answer_replays("vllm"))
         service = await started()
         reader = Reader()
@@ -696,10 +696,10 @@ def test_a_sources_file_that_is_wrong_says_where(tmp_path: Path) -> None:
 
 PROCESS = """
 import asyncio, sys
-from poolgrid.consolidator.bootstrap import serve
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings
-from poolgrid.consolidator.settings import Tuning
-from poolgrid.process import lifecycle
+from poolgrid.server.consolidator.bootstrap import serve
+from poolgrid.server.consolidator.settings import ConsolidatorProcessSettings
+from poolgrid.server.consolidator.settings import Tuning
+from poolgrid.server.process import lifecycle
 
 settings = ConsolidatorProcessSettings.model_validate_json(sys.argv[1])
 tuning = Tuning(segment_bytes=65536, snapshot_every_records=200, feed_keep_alive_ms=50)

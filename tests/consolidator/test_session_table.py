@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core import session_table
-from poolgrid.consolidator.core.session_table import GAP_MAX_MS, IDLE_MAX_MS, RUNNING_MAX, SessionTable
-from poolgrid.wire import codec
-from poolgrid.wire.events import (
+from poolgrid.kernel.consolidation import session_table
+from poolgrid.kernel.consolidation.session_table import GAP_MAX_MS, IDLE_MAX_MS, RUNNING_MAX, SessionTable
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     CacheCleared,
     JournalRecord,
@@ -21,9 +21,9 @@ from poolgrid.wire.events import (
     TurnEnded,
     WorkerLeft,
 )
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
-from poolgrid.wire.limits import SESSION_FOOTPRINTS_MAX
-from poolgrid.wire.sessions import Gap, SessionRecord, SessionTurn, TurnAnswer
+from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.kernel.wire.limits import SESSION_FOOTPRINTS_MAX
+from poolgrid.kernel.wire.sessions import Gap, SessionRecord, SessionTurn, TurnAnswer
 from tests.counted_lines import CountedLines
 
 A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))

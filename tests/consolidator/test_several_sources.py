@@ -13,11 +13,11 @@ import pytest
 import zmq.asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
-from poolgrid.consolidator.service import ConsolidatorService
-from poolgrid.consolidator.sources_file import load_sources
-from poolgrid.wire.events import BlocksStored
-from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
-from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.kernel.wire.events import BlocksStored
+from poolgrid.kernel.wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
+from poolgrid.kernel.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.server.consolidator.service import ConsolidatorService
+from poolgrid.server.consolidator.sources_file import load_sources
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
 from tests.consolidator.publisher_process import Publisher
 from tests.consolidator.pusher import Pusher, pusher_at
@@ -305,7 +305,7 @@ async def test_a_publisher_that_cannot_be_subscribed_to_costs_its_worker_nothing
     engine, cache = PubEngine(context), Cache("vllm")
     (good,) = load_sources(sources_file(tmp_path, entry(engine)))
     bad = msgspec.structs.replace(good, source="bad", endpoint="tcp://nowhere")  # as no file's check lets in
-    monkeypatch.setattr("poolgrid.consolidator.service.load_sources", lambda *_: [bad, good])
+    monkeypatch.setattr("poolgrid.server.consolidator.service.load_sources", lambda *_: [bad, good])
     replays = asyncio.create_task(engine.answer_replays("vllm"))
     service = await started(lease_ms=60_000)
     reader = Reader()

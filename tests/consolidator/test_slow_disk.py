@@ -15,15 +15,15 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator import journal_keeper, journal_writer
-from poolgrid.consolidator.bootstrap import create
-from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.consolidator.journal.posix_disk import PosixDisk
-from poolgrid.consolidator.service import ConsolidatorService
-from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire import codec
-from poolgrid.wire.feed import Replay, TooOld
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.feed import Replay, TooOld
+from poolgrid.server.consolidator import journal_keeper, journal_writer
+from poolgrid.server.consolidator.bootstrap import create
+from poolgrid.server.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.server.consolidator.journal.posix_disk import PosixDisk
+from poolgrid.server.consolidator.service import ConsolidatorService
+from poolgrid.server.consolidator.settings import ConsolidatorSettings
+from poolgrid.server.process.clock import SystemClock
 from tests.consolidator.pusher import Pusher, pusher_at
 from tests.consolidator.test_service import Reader, random_work, run, truth
 from tests.consolidator.tuned import tuned

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from poolgrid.cli.commands.consolidator import both
-from poolgrid.consolidator import bootstrap
-from poolgrid.consolidator import service as service_module
-from poolgrid.consolidator.journal.framing import JournalCorrupt
-from poolgrid.consolidator.ports import Journal
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
+from poolgrid.kernel.journal.framing import JournalCorrupt
+from poolgrid.kernel.journal.ports import Journal
+from poolgrid.server.cli.commands.consolidator import both
+from poolgrid.server.consolidator import bootstrap
+from poolgrid.server.consolidator import service as service_module
+from poolgrid.server.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
 from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, refused_for_its_port
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.journal.framing import JournalCorrupt, JournalFenced
-from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
-from poolgrid.nats.message import StoredMessage, StreamUnavailable
-from poolgrid.wire import codec
-from poolgrid.wire.events import JournalRecord
+from poolgrid.kernel.journal.framing import JournalCorrupt, JournalFenced
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import JournalRecord
+from poolgrid.plugins.nats.journal import StreamJournal, StreamJournalSettings
+from poolgrid.plugins.nats.message import StoredMessage, StreamUnavailable
 from tests.clock import HandClock
 from tests.consolidator.fake_stream import FakeStream
 from tests.consolidator.journal_builder import encoded, facts_of, fold, record

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from poolgrid.consolidator.settings import ConsolidatorSettings, Tuning
+from poolgrid.server.consolidator.settings import ConsolidatorSettings, Tuning
 
 NAMES = {each.name for each in fields(Tuning)}
 

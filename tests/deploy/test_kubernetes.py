@@ -19,15 +19,15 @@ import jsonschema_rs
 import pytest
 import yaml
 
-from poolgrid.cli.main import app
-from poolgrid.discovery.registry import Registry
-from poolgrid.frontend.access.gate import OPEN_PATHS
-from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.kubernetes.slices import decode_slices, seen_in
-from poolgrid.workers.adapters.http_api import HttpApi
-from poolgrid.workers.engines.registry import engine_definition
-from poolgrid.workers.engines.trtllm.arguments.engine_arguments import Layer, resolve
-from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
+from poolgrid.plugins.kubernetes.slices import decode_slices, seen_in
+from poolgrid.plugins.trtllm.arguments.engine_arguments import Layer, resolve
+from poolgrid.plugins.trtllm.settings import TrtllmSettings
+from poolgrid.server.cli.main import app
+from poolgrid.server.discovery.registry import Registry
+from poolgrid.server.frontend.access.gate import OPEN_PATHS
+from poolgrid.server.global_router.document.reader import load_document
+from poolgrid.server.workers.adapters.http_api import HttpApi
+from poolgrid.server.workers.engines.registry import engine_definition
 from tests.discovery.slices import endpoint, endpoint_slice
 from tests.exported_metrics import exported
 from tests.kubernetes.chart import CHART, DIGEST_LINE, EXAMPLES, MANIFESTS, ROOT, digest

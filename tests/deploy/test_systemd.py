@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.cli.main import app
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings
+from poolgrid.server.cli.main import app
+from poolgrid.server.consolidator.settings import ConsolidatorProcessSettings
 
 ROOT = Path(__file__).parents[2]
 UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))

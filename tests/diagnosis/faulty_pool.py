@@ -9,17 +9,10 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.diagnosis.rules import ReuseVerdict
-from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.examiner import Examiner
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.serving.prompt_paths import ReuseSketch
-from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
-from poolgrid.tools.simulation.pool import UNLIMITED_QUEUE, RouterFleet, SimulatedPool
-from poolgrid.tools.simulation.workload import SimulatedRequest, Workload, build_workload
-from poolgrid.wire.events import (
+from poolgrid.kernel.decision.decision import Decision, DecisionLog
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
@@ -31,12 +24,19 @@ from poolgrid.wire.events import (
     StreamStateChanged,
     WorkerJoined,
 )
-from poolgrid.wire.hashing import pack_hashes, unpack_hashes
-from poolgrid.wire.identifiers import StreamState, Tier, WorkerKey
-from poolgrid.wire.requests import Generate
-from poolgrid.workers.core.timing import PolynomialTiming
-from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
-from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder
+from poolgrid.kernel.wire.hashing import pack_hashes, unpack_hashes
+from poolgrid.kernel.wire.identifiers import StreamState, Tier, WorkerKey
+from poolgrid.kernel.wire.requests import Generate
+from poolgrid.plugins.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
+from poolgrid.plugins.simulated.core.engine import SimulatedEngine, SimulatedLimits
+from poolgrid.plugins.simulated.core.kv_groups import CacheRecorder
+from poolgrid.plugins.simulation.pool import UNLIMITED_QUEUE, RouterFleet, SimulatedPool
+from poolgrid.plugins.simulation.workload import SimulatedRequest, Workload, build_workload
+from poolgrid.server.diagnosis.rules import ReuseVerdict
+from poolgrid.server.router.examiner import Examiner
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.serving.prompt_paths import ReuseSketch
+from poolgrid.server.workers.timing import PolynomialTiming
 from tests.simulation.builders import limits
 
 BLOCK = 64

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from poolgrid.diagnosis.rules import OF_FINDING, Cause, UncachedSplit, split_uncached
-from poolgrid.router.core.decision import DecisionLog
-from poolgrid.router.core.examiner import Examiner
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.tools.engine_check.core.finding import Kind
-from poolgrid.wire.events import RequestFinished, RequestStarted
+from poolgrid.kernel.decision.decision import DecisionLog
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.kernel.wire.events import RequestFinished, RequestStarted
+from poolgrid.plugins.engine_check.core.finding import Kind
+from poolgrid.server.diagnosis.rules import OF_FINDING, Cause, UncachedSplit, split_uncached
+from poolgrid.server.router.examiner import Examiner
 from tests.observability_proof.verdicts import FAULTS, NOT_CAUSED, OF_TEXT
 from tests.router.fleet_builder import Pool, decided
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.diagnosis.rules import Cause
-from poolgrid.tools.bench.trace import read_trace
-from poolgrid.wire.events import RequestStarted
+from poolgrid.kernel.wire.events import RequestStarted
+from poolgrid.plugins.bench.trace import read_trace
+from poolgrid.server.diagnosis.rules import Cause
 from tests.diagnosis.faulty_pool import (
     Fault,
     FaultyPool,

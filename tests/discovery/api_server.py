@@ -19,8 +19,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 import trustme
 
-from poolgrid.kubernetes.registrations import KubernetesRegistrations
-from poolgrid.process.clock import Clock, SystemClock
+from poolgrid.plugins.kubernetes.registrations import KubernetesRegistrations
+from poolgrid.server.process.clock import Clock, SystemClock
 
 PATH = "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices"
 AUTHORITY = trustme.CA(key_type=trustme.KeyType.ECDSA)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from poolgrid.discovery.registry import Seen
-from poolgrid.wire.registration import Registration, encode_registration
+from poolgrid.kernel.wire.registration import Registration, encode_registration
+from poolgrid.server.discovery.registry import Seen
 
 
 def registration(number: int = 1, **fields: Any) -> Registration:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.discovery.discovery import PATIENCE_MS, DiscoveredConsolidator, Discovery
-from poolgrid.discovery.registry import Seen
-from poolgrid.wire.registration import Registration, encode_registration
+from poolgrid.kernel.wire.registration import Registration, encode_registration
+from poolgrid.server.discovery.discovery import PATIENCE_MS, DiscoveredConsolidator, Discovery
+from poolgrid.server.discovery.registry import Seen
 from tests.clock import HandClock
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from poolgrid.discovery.directory import SWEEP_AFTER_S, DirectoryRegistrations
-from poolgrid.discovery.discovery import Discovery
-from poolgrid.discovery.registry import DiscoveryUnavailable, Scope
-from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.process.clock import SystemClock
-from poolgrid.router.settings import RouterSettings
-from poolgrid.wire.registration import encode_registration
-from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+from poolgrid.kernel.wire.registration import encode_registration
+from poolgrid.plugins.simulated.settings import SimulatedWorkerSettings
+from poolgrid.server.discovery.directory import SWEEP_AFTER_S, DirectoryRegistrations
+from poolgrid.server.discovery.discovery import Discovery
+from poolgrid.server.discovery.registry import DiscoveryUnavailable, Scope
+from poolgrid.server.global_router.settings import GlobalRouterSettings
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.router.settings import RouterSettings
 from tests.discovery.registrations import registration
 from tests.discovery.waiting import HTTP, until, until_found
 

@@ -11,14 +11,14 @@ import pytest
 import trustme
 from pydantic import ValidationError
 
-from poolgrid.discovery.discovery import Discovery
-from poolgrid.discovery.registry import DiscoveryUnavailable, Scope
-from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.kubernetes import registrations as kubernetes
-from poolgrid.kubernetes.api_reader import api_server
-from poolgrid.kubernetes.registrations import KubernetesRegistrations
-from poolgrid.process.clock import SystemClock
-from poolgrid.router.settings import RouterSettings
+from poolgrid.plugins.kubernetes import registrations as kubernetes
+from poolgrid.plugins.kubernetes.api_reader import api_server
+from poolgrid.plugins.kubernetes.registrations import KubernetesRegistrations
+from poolgrid.server.discovery.discovery import Discovery
+from poolgrid.server.discovery.registry import DiscoveryUnavailable, Scope
+from poolgrid.server.global_router.settings import GlobalRouterSettings
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.router.settings import RouterSettings
 from tests.clock import HandClock
 from tests.discovery.api_server import ApiServer
 from tests.discovery.slices import endpoint, endpoint_slice

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from poolgrid.discovery.registry import DiscoveryUnavailable
-from poolgrid.kubernetes.pods import open_pods
+from poolgrid.plugins.kubernetes.pods import open_pods
+from poolgrid.server.discovery.registry import DiscoveryUnavailable
 from tests.discovery.api_server import ApiServer
 
 

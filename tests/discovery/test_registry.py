@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.discovery import registry as module
-from poolgrid.discovery.registry import Registry, Seen
-from poolgrid.wire.addresses import EndpointName, parse_name
-from poolgrid.wire.registration import (
+from poolgrid.kernel.wire.addresses import EndpointName, parse_name
+from poolgrid.kernel.wire.registration import (
     ENTRY_BYTES_MAX,
     RegistrationRefused,
     decode_registration,
     encode_registration,
 )
+from poolgrid.server.discovery.registry import Registry, Seen
 from tests.discovery.registrations import registration, seen
 
 SELECT = parse_name("dyn://blue.router.select")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from poolgrid.discovery.registry import Registry
-from poolgrid.kubernetes.slices import decode_slices, seen_in
-from poolgrid.wire.addresses import parse_name
+from poolgrid.kernel.wire.addresses import parse_name
+from poolgrid.plugins.kubernetes.slices import decode_slices, seen_in
+from poolgrid.server.discovery.registry import Registry
 from tests.discovery.slices import (
     ENDING,
     ENDING_UNREADY_PUBLISHED,

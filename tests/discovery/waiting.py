@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from poolgrid.discovery.discovery import Discovery
-from poolgrid.wire.addresses import parse_name
+from poolgrid.kernel.wire.addresses import parse_name
+from poolgrid.server.discovery.discovery import Discovery
 
 HTTP = parse_name("dyn://blue.router.http")
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import httpx
 import psutil
 
-from poolgrid.tools.bench.command import measure_one
-from poolgrid.tools.bench.settings import BenchSettings
-from poolgrid.tools.bench.statistics import Report
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from poolgrid.plugins.bench.command import measure_one
+from poolgrid.plugins.bench.settings import BenchSettings
+from poolgrid.plugins.bench.statistics import Report
+from poolgrid.plugins.simulated.core.next_token import Vocabulary
 from tests.e2e.expectation import SPOKEN, Verifier
 from tests.e2e.processes import eventually, metric
 

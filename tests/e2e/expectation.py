@@ -6,14 +6,14 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import replace
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.tools.bench.command import TOKEN_ID_MAX, TOKEN_ID_MIN
-from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.requests import Sampling
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output
-from poolgrid.workers.engines.simulated.opening import read_words
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.requests import Sampling
+from poolgrid.plugins.bench.command import TOKEN_ID_MAX, TOKEN_ID_MIN
+from poolgrid.plugins.bench.prompt import PlannedRequest, PromptMaker
+from poolgrid.plugins.simulated.core.next_token import Vocabulary, expected_output
+from poolgrid.plugins.simulated.opening import read_words
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.prompt_model import PromptModel
 
 MODEL = PromptModel.load(TINY_MODEL_PATH)
 PLAIN = Vocabulary(size=MODEL.vocab_size, first_token_id=3, eos_token_id=2)

@@ -18,7 +18,7 @@ import httpx
 import psutil
 from click.testing import CliRunner
 
-from poolgrid.cli.main import app
+from poolgrid.server.cli.main import app
 from tests.guard import guarded
 
 READY_TIMEOUT_S = 180.0

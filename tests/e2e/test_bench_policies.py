@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli.main import app
+from poolgrid.server.cli.main import app
 from tests.e2e.processes import assert_decisions_replay, metric, running_pool
 
 pytestmark = pytest.mark.e2e

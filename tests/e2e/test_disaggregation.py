@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from poolgrid.tools.bench.command import measure_one
-from poolgrid.tools.bench.settings import BenchSettings
-from poolgrid.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.plugins.bench.command import measure_one
+from poolgrid.plugins.bench.settings import BenchSettings
 from tests.e2e.expectation import PLAIN, Verifier, expected_text
 from tests.e2e.processes import (
     PATIENT_ROUTER,

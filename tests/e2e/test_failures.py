@@ -16,10 +16,10 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli.commands.drain import Told, drain_through
-from poolgrid.cli.main import app
-from poolgrid.tools.bench.command import measure_one
-from poolgrid.tools.bench.settings import BenchSettings
+from poolgrid.plugins.bench.command import measure_one
+from poolgrid.plugins.bench.settings import BenchSettings
+from poolgrid.server.cli.commands.drain import Told, drain_through
+from poolgrid.server.cli.main import app
 from tests.e2e.disturbed_load import assert_unharmed, held_at_work, kill_at_work, load_while
 from tests.e2e.expectation import PLAIN, Verifier
 from tests.e2e.processes import (

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli.main import app
+from poolgrid.server.cli.main import app
 from tests.e2e.processes import Process, eventually
 
 pytestmark = pytest.mark.e2e

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.processes import PATIENT, WAIT_TIMEOUT_S, Process, eventually, ready_workers
 from tests.fakes.engine_server.http import Reply
 from tests.fakes.engine_server.threaded import ServerThread, servers_in_thread

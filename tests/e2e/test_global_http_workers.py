@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from lab.benchmarks.fleet import free_port
-from poolgrid.frontend.access import key_file
-from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
+from poolgrid.server.frontend.access import key_file
+from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
 from tests.e2e.processes import Process, eventually, metric
 from tests.e2e.test_http_workers import CLIENT
 

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from lab.benchmarks.fleet import free_port
-from poolgrid.cli.main import app
-from poolgrid.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.server.cli.main import app
 from tests.e2e.disturbed_load import assert_unharmed, kill_at_work, load_while
 from tests.e2e.expectation import MODEL, expected_text
 from tests.e2e.fleet import POOL_CONFIGS, all_available, complete, pools, running_fleet

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.expectation import PLAIN, expected_text
 from tests.e2e.fleet import pools
 from tests.e2e.processes import Process, becomes, eventually, metric, pool_is_quiet

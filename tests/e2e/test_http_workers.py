@@ -12,8 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from poolgrid.frontend.access import key_file
-from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
+from poolgrid.server.frontend.access import key_file
+from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
 from tests.e2e.processes import Process, becomes, eventually, metric
 
 pytestmark = pytest.mark.e2e

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.fleet import POOL_CONFIGS
 from tests.e2e.processes import PATIENT, Process, eventually, index_equals_workers, ready_workers, worker_rows
 from tests.fakes.engine_server.threaded import servers_in_thread

@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from poolgrid.frontend.access import key_file
-from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
+from poolgrid.server.frontend.access import key_file
+from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
 from tests.e2e.processes import Process, assert_decisions_replay, running_pool
 
 pytestmark = pytest.mark.e2e

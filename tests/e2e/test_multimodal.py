@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.frontend.media.placeholders import place_media
-from poolgrid.wire.card import MediaSpec
-from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from poolgrid.workers.engines.simulated.core.media import key_of, mark_media
+from poolgrid.kernel.wire.card import MediaSpec
+from poolgrid.kernel.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
+from poolgrid.plugins.simulated.core.media import key_of, mark_media
+from poolgrid.server.frontend.media.placeholders import place_media
 from tests.e2e.expectation import PLAIN, expected_text
 from tests.e2e.processes import (
     PATIENT_ROUTER,

@@ -21,8 +21,8 @@ import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from poolgrid.frontend.access import key_file
-from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
+from poolgrid.server.frontend.access import key_file
+from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
 from tests.e2e.processes import Process, becomes, eventually, ready_workers
 from tests.otlp_receiver import OtlpReceiver, Received
 
@@ -332,6 +332,6 @@ def test_logs_say_who_and_where_and_nothing_that_only_the_client_may_know(observ
     assert {line["process"] for line in lines} == {"router", "global-router", "p0", "d0", "d1"}
     assert {line["worker"] for line in lines if line["process"] == "p0"} == {"p0"}
     [story] = [line for line in lines if line.get("request_id") == "the-story"]
-    assert story["logger"] == "poolgrid.frontend.traffic"
+    assert story["logger"] == "poolgrid.server.frontend.traffic"
     assert (story["trace_id"], story["status"], story["osl"], story["tenant"]) == (TRACE, 200, 300, "acme")
     assert any(line.get("pool") == "pre" for line in lines)

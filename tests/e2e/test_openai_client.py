@@ -14,12 +14,12 @@ import pytest
 from openai.types.chat import ChatCompletionToolParam
 from pydantic import BaseModel, Field
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.wire.hashing import pack_tokens, unpack_tokens
-from poolgrid.wire.requests import Generate, Sampling
-from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokens
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
-from poolgrid.workers.engines.simulated.guides import LazyGuides
+from poolgrid.kernel.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.kernel.wire.requests import Generate, Sampling
+from poolgrid.plugins.simulated.core.guided_tokens import GuidedTokens
+from poolgrid.plugins.simulated.core.next_token import Vocabulary
+from poolgrid.plugins.simulated.guides import LazyGuides
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.processes import Process, eventually, is_settled, running_pool, worker_rows
 from tests.frontend.fake_backend import TINY
 

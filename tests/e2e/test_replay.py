@@ -11,9 +11,9 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli.main import app
-from poolgrid.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
-from poolgrid.process.figures import counted
+from poolgrid.kernel.journal.framing import FILE_HEADER, frame, payload_at, scan
+from poolgrid.server.cli.main import app
+from poolgrid.server.process.figures import counted
 from tests.e2e.disturbed_load import assert_unharmed, kill_at_work, load_while
 from tests.e2e.processes import eventually, is_settled, metric, ready_workers, running_pool
 

@@ -17,8 +17,8 @@ import httpx
 import psutil
 import pytest
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.transport.bound_socket import listen
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.transport.bound_socket import listen
 from tests.e2e.processes import PATIENT, WAIT_TIMEOUT_S, Process, eventually
 from tests.fakes.engine_server.threaded import servers_in_thread
 from tests.fakes.engine_server.vllm import Options

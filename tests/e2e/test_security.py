@@ -10,7 +10,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli.main import app as cli
+from poolgrid.server.cli.main import app as cli
 from tests.e2e.processes import Process, eventually, index_equals_workers, metric, ready_workers
 from tests.transport.test_planes import make_pair
 from tests.transport.test_tls import Files

@@ -12,16 +12,16 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
-from poolgrid.consolidator.core.session_table import SessionTable
-from poolgrid.consolidator.journal.inspection import next_offset, reaches_back_to, state_at
-from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
-from poolgrid.consolidator.journal.stored_records import stored_records
-from poolgrid.router.http_api import session_row
-from poolgrid.wire.events import TurnBegan
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.requests import Sampling
-from poolgrid.workers.engines.simulated.core.next_token import expected_output
+from poolgrid.kernel.consolidation.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.kernel.consolidation.session_table import SessionTable
+from poolgrid.kernel.journal.stored_records import stored_records
+from poolgrid.kernel.wire.events import TurnBegan
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.requests import Sampling
+from poolgrid.plugins.simulated.core.next_token import expected_output
+from poolgrid.server.consolidator.journal.inspection import next_offset, reaches_back_to, state_at
+from poolgrid.server.consolidator.journal.posix_disk import ReadOnlyDirectory
+from poolgrid.server.router.http_api import session_row
 from tests.e2e.expectation import MODEL, PLAIN
 from tests.e2e.processes import Process, eventually, pool_is_quiet, ready_workers
 

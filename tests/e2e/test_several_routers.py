@@ -11,8 +11,8 @@ from functools import partial
 import httpx
 import pytest
 
-from poolgrid.tools.bench.command import measure_one
-from poolgrid.tools.bench.settings import BenchSettings
+from poolgrid.plugins.bench.command import measure_one
+from poolgrid.plugins.bench.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import MODEL, PLAIN, Verifier
 from tests.e2e.processes import (

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.wire.identifiers import Tier
+from poolgrid.kernel.wire.identifiers import Tier
 from tests.consolidator.pub_engine import BLOCK
 from tests.consolidator.publisher_process import Publisher
 from tests.e2e.expectation import MODEL

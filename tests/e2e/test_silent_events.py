@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.cli.commands.doctor import examine_journal, examine_url
+from poolgrid.plugins.doctor.command import examine_journal, examine_url
 from tests.e2e.processes import Process, eventually, metric, ready_workers, worker_rows
 from tests.fakes import FAKES_PATH
 

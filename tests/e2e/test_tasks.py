@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from poolgrid.cli.main import app
+from poolgrid.server.cli.main import app
 from tests.e2e.processes import PATIENT_ROUTER, Process, eventually, metric, worker_rows
 from tests.fakes import FAKES_PATH
 

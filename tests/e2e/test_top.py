@@ -15,10 +15,10 @@ import httpx
 import msgspec
 import pytest
 
-from poolgrid.cli.commands.top import Frame, fetch, usage_bar
-from poolgrid.process.figures import milliseconds
-from poolgrid.wire.answers import PlacedExplanation, RequestExplanation
-from poolgrid.wire.identifiers import name_of
+from poolgrid.kernel.wire.answers import PlacedExplanation, RequestExplanation
+from poolgrid.kernel.wire.identifiers import name_of
+from poolgrid.server.cli.commands.top import Frame, fetch, usage_bar
+from poolgrid.server.process.figures import milliseconds
 from tests.e2e.fleet import POOL_CONFIGS, is_idle, running_fleet, small_copy
 from tests.e2e.processes import eventually, is_settled, running_pool
 

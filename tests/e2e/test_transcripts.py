@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.transcript import ROOT, Transcript, blocks, missing_line, unmarked
 
 PAGES = ("README.md", "docs/tutorial.md")

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from poolgrid.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.hashing import pack_tokens
 from tests.e2e.expectation import PLAIN, expected_text
 from tests.e2e.processes import Process, eventually, worker_rows
 from tests.fakes import FAKES_PATH

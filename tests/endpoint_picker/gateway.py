@@ -20,18 +20,18 @@ import yaml
 import zmq.asyncio
 
 from lab.benchmarks.fleet import free_port
-from poolgrid.cli.commands.consolidator import ServersBeside, follower_settings
-from poolgrid.consolidator.bootstrap import ConsolidatorEndpoints
-from poolgrid.consolidator.bootstrap import serve as serve_store
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.process.leash import leashed
-from poolgrid.process.settings import with_constants
-from poolgrid.router.bootstrap import Endpoints
-from poolgrid.router.bootstrap import serve as serve_router
-from poolgrid.router.settings import RouterSettings
-from poolgrid.workers.bootstrap import FollowedServers
-from poolgrid.workers.engines.server.settings import FollowedServersSettings
+from poolgrid.server.cli.commands.consolidator import ServersBeside, follower_settings
+from poolgrid.server.consolidator.bootstrap import ConsolidatorEndpoints
+from poolgrid.server.consolidator.bootstrap import serve as serve_store
+from poolgrid.server.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.process.leash import leashed
+from poolgrid.server.process.settings import with_constants
+from poolgrid.server.router.bootstrap import Endpoints
+from poolgrid.server.router.bootstrap import serve as serve_router
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.workers.bootstrap import FollowedServers
+from poolgrid.server.workers.engines.server.settings import FollowedServersSettings
 from tests.fakes.engine_server.vllm import Options, VllmServer
 
 T = TypeVar("T")

@@ -11,25 +11,25 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.request_body import RequestIds
-from poolgrid.http.http_settings import HttpLimits
-from poolgrid.inference import InferenceRequest
-from poolgrid.proxy.prompt_reading import PromptReader, PromptReading
-from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.endpoint_picker import envoy_messages as envoy
-from poolgrid.router.endpoint_picker.access_log import GONE_MS, GatewayLogs, ended_bookings
-from poolgrid.router.endpoint_picker.exchange import TAIL_BYTES, AnswerReader, PickerExchange, ProtocolError
-from poolgrid.router.endpoint_picker.metrics import PickerMetrics
-from poolgrid.router.endpoint_picker.picker import KEPT_MAX_MS, Picker
-from poolgrid.router.endpoint_picker.stream_table import StreamTable
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.router.service import RouterService
-from poolgrid.serving.links import WorkerLink
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.events import WorkerDraining, WorkerJoined
-from poolgrid.wire.identifiers import Role, WorkerKey
-from poolgrid.wire.requests import ForwardBegan, ForwardEnded, Sampling
+from poolgrid.kernel.decision.decision import Decision, DecisionLog
+from poolgrid.kernel.requests.inference import InferenceRequest
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.wire.card import WorkerCard
+from poolgrid.kernel.wire.events import WorkerDraining, WorkerJoined
+from poolgrid.kernel.wire.identifiers import Role, WorkerKey
+from poolgrid.kernel.wire.requests import ForwardBegan, ForwardEnded, Sampling
+from poolgrid.plugins.endpoint_picker import envoy_messages as envoy
+from poolgrid.plugins.endpoint_picker.access_log import GONE_MS, GatewayLogs, ended_bookings
+from poolgrid.plugins.endpoint_picker.exchange import TAIL_BYTES, AnswerReader, PickerExchange, ProtocolError
+from poolgrid.plugins.endpoint_picker.metrics import PickerMetrics
+from poolgrid.plugins.endpoint_picker.picker import KEPT_MAX_MS, Picker
+from poolgrid.plugins.endpoint_picker.stream_table import StreamTable
+from poolgrid.server.frontend.request_body import RequestIds
+from poolgrid.server.http.http_settings import HttpLimits
+from poolgrid.server.proxy.prompt_reading import PromptReader, PromptReading
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.router.service import RouterService
+from poolgrid.server.serving.links import WorkerLink
 from tests.clock import HandClock
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, make_card, stored, worker_key
 
@@ -505,7 +505,7 @@ def test_a_booking_without_an_entry_ends_with_the_gateway_its_time_or_the_room(
         gateway.clock.now_ms += KEPT_MAX_MS
         gateway.picker.renew(())
     else:
-        monkeypatch.setattr("poolgrid.router.endpoint_picker.picker.KEPT_MAX", 1)
+        monkeypatch.setattr("poolgrid.plugins.endpoint_picker.picker.KEPT_MAX", 1)
         exchange, _ = asked(gateway, "s")
         say(exchange, response_headers(kind=EVENTS))
         exchange.close()

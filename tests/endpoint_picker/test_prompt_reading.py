@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend.access.tenants import CacheDomains
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.preparation import Preparation
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.inference import InferenceRequest, ServedModel
-from poolgrid.proxy.prompt_reading import PromptReader, PromptReading
+from poolgrid.kernel.requests.inference import InferenceRequest, ServedModel
+from poolgrid.server.frontend.access.tenants import CacheDomains
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.preparation import Preparation
+from poolgrid.server.frontend.prompt_model import PromptModel
+from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.frontend.tokenization import TokenizationPool
+from poolgrid.server.proxy.prompt_reading import PromptReader, PromptReading
 from tests.frontend.inference_requests import fields_of
 
 MODEL = PromptModel.load(TINY_MODEL_PATH, "tiny")

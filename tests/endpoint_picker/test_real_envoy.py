@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.workers.engines.server import engine
+from poolgrid.server.workers.engines.server import engine
 from tests.endpoint_picker.gateway import MODES, SHIPPED, Gateway, envoy_binary, running_gateway
 from tests.fakes.engine_server.vllm import answer_of
 from tests.killed_tests import assert_it_ends_with_tests_that_are_killed

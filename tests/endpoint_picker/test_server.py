@@ -13,13 +13,13 @@ import grpc.aio
 import pytest
 import trustme
 
-from poolgrid.http.http_settings import HttpLimits
-from poolgrid.process.tasks import cancel_all
-from poolgrid.router.endpoint_picker import envoy_messages as envoy
-from poolgrid.router.endpoint_picker.exchange import PickerExchange
-from poolgrid.router.endpoint_picker.picker import Booking
-from poolgrid.router.endpoint_picker.server import EndpointPickerServer
-from poolgrid.router.endpoint_picker.stream_table import StreamTable
+from poolgrid.plugins.endpoint_picker import envoy_messages as envoy
+from poolgrid.plugins.endpoint_picker.exchange import PickerExchange
+from poolgrid.plugins.endpoint_picker.picker import Booking
+from poolgrid.plugins.endpoint_picker.server import EndpointPickerServer
+from poolgrid.plugins.endpoint_picker.stream_table import StreamTable
+from poolgrid.server.http.http_settings import HttpLimits
+from poolgrid.server.process.tasks import cancel_all
 from tests.endpoint_picker.test_picking import (
     EVENTS,
     Gateway,
@@ -188,7 +188,7 @@ async def test_an_access_log_that_cannot_be_read_ends_with_the_reason() -> None:
 
 
 async def test_one_access_log_more_than_there_may_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.router.endpoint_picker.server.LOG_STREAMS_MAX", 0)
+    monkeypatch.setattr("poolgrid.plugins.endpoint_picker.server.LOG_STREAMS_MAX", 0)
     async with serving() as asking, grpc.aio.insecure_channel(asking.at) as channel:
         log = channel.stream_unary(f"/{envoy.LOG_SERVICE}/{envoy.LOG_METHOD}")()
         with pytest.raises(grpc.aio.AioRpcError, match="0 access logs are open, the limit"):

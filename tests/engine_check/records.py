@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.tools.engine_check.core.evidence import Evidence, Heard, ProbeExchange
+from poolgrid.plugins.engine_check.core.evidence import Evidence, Heard, ProbeExchange
 
 DIRECTORY = Path(__file__).parents[1] / "data" / "engine_records"
 NAMES = sorted(path.name.removesuffix(".json.gz") for path in DIRECTORY.glob("vllm-*.json.gz"))

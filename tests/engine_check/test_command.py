@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from poolgrid.tools.engine_check.command import AREAS, run_engine_check
-from poolgrid.tools.engine_check.core.finding import Kind
-from poolgrid.tools.engine_check.settings import EngineCheckSettings
+from poolgrid.plugins.engine_check.command import AREAS, run_engine_check
+from poolgrid.plugins.engine_check.core.finding import Kind
+from poolgrid.plugins.engine_check.settings import EngineCheckSettings
 from tests.engine_check.engine_server import Habits, engine_server
 from tests.engine_check.test_transfer_rules import METRICS
 from tests.fakes.engine_server.cache import Drafting

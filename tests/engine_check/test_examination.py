@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.tools.engine_check.core.evidence import (
+from poolgrid.plugins.engine_check.core.evidence import (
     Contact,
     Evidence,
     ProbeExchange,
@@ -16,8 +16,8 @@ from poolgrid.tools.engine_check.core.evidence import (
     ReplayAnswer,
     Source,
 )
-from poolgrid.tools.engine_check.core.examination import Examination, examine
-from poolgrid.tools.engine_check.core.finding import FindingSeverity, Kind
+from poolgrid.plugins.engine_check.core.examination import Examination, examine
+from poolgrid.plugins.engine_check.core.finding import FindingSeverity, Kind
 from tests.engine_check.records import (
     NAMES,
     Batch,

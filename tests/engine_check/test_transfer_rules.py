@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from poolgrid.tools.engine_check.core.finding import FindingSeverity, Kind
-from poolgrid.tools.engine_check.core.transfer_rules import (
+from poolgrid.plugins.engine_check.core.finding import FindingSeverity, Kind
+from poolgrid.plugins.engine_check.core.transfer_rules import (
     TransferTotals,
     transfer_findings,
     transfer_totals,

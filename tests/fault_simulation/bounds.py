@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from poolgrid.consolidator.journal.memory import MemoryJournal
-from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.server.consolidator.journal.memory import MemoryJournal
 from tests.fault_simulation.processes import (
     MAX_WAITING_REQUESTS,
     AnyStore,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
-from poolgrid.consolidator.ports import Disk
+from poolgrid.kernel.journal.ports import Disk
 
 SECTOR_BYTES = 512
 """What a disk writes as a whole."""
@@ -66,7 +66,7 @@ class SimulatedDisk:
 
 
 class DiskHandle:
-    """``poolgrid.consolidator.ports.Disk`` over the files of a machine."""
+    """``poolgrid.kernel.journal.ports.Disk`` over the files of a machine."""
 
     def __init__(self, disk: SimulatedDisk, rng: Random) -> None:
         self._disk = disk

@@ -30,9 +30,11 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
-from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable
-from poolgrid.nats.jetstream import JetStreamJournal
-from poolgrid.nats.message import (
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import JournalRecord
+from poolgrid.plugins.nats.connection import NatsConnection, NatsMessage, NatsUnavailable
+from poolgrid.plugins.nats.jetstream import JetStreamJournal
+from poolgrid.plugins.nats.message import (
     Anchor,
     Outgoing,
     OutOfTurn,
@@ -42,8 +44,6 @@ from poolgrid.nats.message import (
     open_body,
     stored_message,
 )
-from poolgrid.wire import codec
-from poolgrid.wire.events import JournalRecord
 from tests.fault_simulation.network import Network
 from tests.fault_simulation.virtual_loop import Life, VirtualLoop
 from tests.fault_simulation.watcher import Watcher

@@ -27,7 +27,7 @@ from typing import Any, cast
 
 import zmq
 
-from poolgrid.wire.feed import FEED_TOPIC
+from poolgrid.kernel.wire.feed import FEED_TOPIC
 from tests.fault_simulation.trace import Trace
 from tests.fault_simulation.virtual_loop import LIFE, Life, VirtualLoop
 

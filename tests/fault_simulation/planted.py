@@ -12,23 +12,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorTurn
-from poolgrid.consolidator.core.feed_reader import FeedReader
-from poolgrid.consolidator.core.pool_state import Cursor, SequenceVerdict
-from poolgrid.consolidator.journal import files
-from poolgrid.consolidator.journal.files import FileJournal
-from poolgrid.consolidator.journal_writer import JournalWriter
-from poolgrid.global_router.router_link import RouterLink
-from poolgrid.nats.journal import KeptSnapshots, StreamJournal
-from poolgrid.nats.leader import LeaderWatch
-from poolgrid.process.clock import AwakeTime
-from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.fleet_links import FleetLinks
-from poolgrid.serving.request_machine import RequestMachine
-from poolgrid.wire.ingest import Hello
-from poolgrid.workers.peers import Peers
+from poolgrid.kernel.consolidation.consolidator import Consolidator, ConsolidatorTurn
+from poolgrid.kernel.consolidation.feed_reader import FeedReader
+from poolgrid.kernel.consolidation.pool_state import Cursor, SequenceVerdict
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.projection.approximate_index import ApproximateIndex
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.requests.request_machine import RequestMachine
+from poolgrid.kernel.wire.ingest import Hello
+from poolgrid.plugins.nats.journal import KeptSnapshots, StreamJournal
+from poolgrid.plugins.nats.leader import LeaderWatch
+from poolgrid.server.consolidator.journal import files
+from poolgrid.server.consolidator.journal.files import FileJournal
+from poolgrid.server.consolidator.journal_writer import JournalWriter
+from poolgrid.server.global_router.router_link import RouterLink
+from poolgrid.server.process.clock import AwakeTime
+from poolgrid.server.router.fleet_links import FleetLinks
+from poolgrid.server.workers.peers import Peers
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,56 +16,56 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.consolidator.journal.framing import JournalFenced
-from poolgrid.consolidator.journal.memory import MemoryJournal
-from poolgrid.consolidator.ports import Disk, Journal, PoolListener
-from poolgrid.consolidator.service import ConsolidatorService
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
-from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.core.document.reader import LoadedDocument
-from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.global_router.pools import Pools
-from poolgrid.global_router.router_link import PoolNetwork
-from poolgrid.global_router.service import GlobalRouterService
-from poolgrid.global_router.settings import GlobalRouterSettings, Timings
-from poolgrid.nats.election import LeaderElection, LeaderElectionMetrics
-from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
-from poolgrid.nats.leader import LeaderWatch
-from poolgrid.nats.message import BODY_BYTES
-from poolgrid.process.clock import AwakeClock
-from poolgrid.process.settings import with_constants
-from poolgrid.process.tasks import detached
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
-from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.router.select_plane import SelectPlane
-from poolgrid.router.service import RouterService
-from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.links import LinksOnDemand, link_opener
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import JournalRecord
-from poolgrid.wire.feed import BlockChain, WorkerState
-from poolgrid.wire.ingest import Leader, LoadingWorker
-from poolgrid.wire.requests import Generate
-from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
-from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket, RequestSocket
-from poolgrid.workers.core.push_stream import PushStream, PushTiming
-from poolgrid.workers.core.refusal import BusyError
-from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming
-from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
-from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
-from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.publisher import EventPublisher
-from poolgrid.workers.service import ServiceLimits, WorkerService
-from poolgrid.workers.transfers import KvExchange, KvFetcher
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.journal.framing import JournalFenced
+from poolgrid.kernel.journal.ports import Disk, Journal, PoolListener
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.events import JournalRecord
+from poolgrid.kernel.wire.feed import BlockChain, WorkerState
+from poolgrid.kernel.wire.ingest import Leader, LoadingWorker
+from poolgrid.kernel.wire.requests import Generate
+from poolgrid.kernel.wire.sessions import NO_SESSIONS, SessionsSnapshot
+from poolgrid.kernel.worker_protocol.push_stream import PushStream, PushTiming
+from poolgrid.kernel.worker_protocol.refusal import BusyError
+from poolgrid.plugins.nats.election import LeaderElection, LeaderElectionMetrics
+from poolgrid.plugins.nats.journal import StreamJournal, StreamJournalSettings
+from poolgrid.plugins.nats.leader import LeaderWatch
+from poolgrid.plugins.nats.message import BODY_BYTES
+from poolgrid.plugins.simulated.core.engine import SimulatedLimits
+from poolgrid.plugins.simulated.core.kv_transfer import KvSource, TransferModel
+from poolgrid.plugins.simulated.core.next_token import Vocabulary
+from poolgrid.plugins.simulated.real_time import RealTimeSimulatedEngine
+from poolgrid.server.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.server.consolidator.journal.memory import MemoryJournal
+from poolgrid.server.consolidator.service import ConsolidatorService
+from poolgrid.server.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
+from poolgrid.server.global_router.configuration import Configuration
+from poolgrid.server.global_router.document.reader import LoadedDocument
+from poolgrid.server.global_router.metrics import GlobalRouterMetrics
+from poolgrid.server.global_router.pools import Pools
+from poolgrid.server.global_router.router_link import PoolNetwork
+from poolgrid.server.global_router.service import GlobalRouterService
+from poolgrid.server.global_router.settings import GlobalRouterSettings, Timings
+from poolgrid.server.process.clock import AwakeClock
+from poolgrid.server.process.settings import with_constants
+from poolgrid.server.process.tasks import detached
+from poolgrid.server.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
+from poolgrid.server.router.metrics import RouterMetrics
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.router.select_plane import SelectPlane
+from poolgrid.server.router.service import RouterService
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.serving.links import LinksOnDemand, link_opener
+from poolgrid.server.workers.adapters.sockets import CONSOLIDATOR, DealerSocket, RequestSocket
+from poolgrid.server.workers.metrics import WorkerMetrics
+from poolgrid.server.workers.publisher import EventPublisher
+from poolgrid.server.workers.service import ServiceLimits, WorkerService
+from poolgrid.server.workers.timing import PolynomialTiming, ScaledTiming
+from poolgrid.server.workers.transfers import KvExchange, KvFetcher
 from tests.fault_simulation.jetstream import SimulatedJetStream, WrittenStream
 from tests.fault_simulation.machine import Machine
 from tests.fault_simulation.network import Network

@@ -10,16 +10,16 @@ from collections.abc import Iterable, Sized
 
 import numpy as np
 
-from poolgrid.consolidator.core.feed_reader import FeedState
-from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
-from poolgrid.consolidator.journal.files import FileJournal
-from poolgrid.consolidator.journal.framing import JournalCorrupt
-from poolgrid.consolidator.journal.stored_records import stored_records
-from poolgrid.nats.history import StreamHistory
-from poolgrid.router.feeds import RemoteFeed
-from poolgrid.wire.feed import WORKER_SOURCE
-from poolgrid.wire.hashing import unpack_hashes
-from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.kernel.consolidation.feed_reader import FeedState
+from poolgrid.kernel.consolidation.pool_state import FrozenPool, PoolState
+from poolgrid.kernel.journal.framing import JournalCorrupt
+from poolgrid.kernel.journal.stored_records import stored_records
+from poolgrid.kernel.wire.feed import WORKER_SOURCE
+from poolgrid.kernel.wire.hashing import unpack_hashes
+from poolgrid.kernel.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.plugins.nats.history import StreamHistory
+from poolgrid.server.consolidator.journal.files import FileJournal
+from poolgrid.server.router.feeds import RemoteFeed
 from tests.fault_simulation.bounds import ledger_faults
 from tests.fault_simulation.processes import (
     BLOCKS_PER_WORKER_MAX,

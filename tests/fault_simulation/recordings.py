@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from poolgrid.consolidator.journal.files import FileJournal
-from poolgrid.process.clock import Clock
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.decision_journal.entries import Checkpoint
-from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
-from poolgrid.router.decision_journal.reader import stored_entries
-from poolgrid.router.decision_journal.recorder import DecisionRecorder, DecisionSegments, settings_noted
-from poolgrid.router.decision_journal.replay import DecisionReplay, shown
-from poolgrid.router.settings import RouterSettings
-from poolgrid.wire import codec
-from poolgrid.wire.events import JournalRecord
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import JournalRecord
+from poolgrid.server.consolidator.journal.files import FileJournal
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.router.decision_journal.entries import Checkpoint
+from poolgrid.server.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
+from poolgrid.server.router.decision_journal.reader import stored_entries
+from poolgrid.server.router.decision_journal.recorder import DecisionRecorder, DecisionSegments, settings_noted
+from poolgrid.server.router.decision_journal.replay import DecisionReplay, shown
+from poolgrid.server.router.settings import RouterSettings
 from tests.consolidator.journal_builder import FakeDisk
 
 RECORDED_EVERY = 8

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.identifiers import Role
-from poolgrid.wire.requests import Sampling
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.identifiers import Role
+from poolgrid.kernel.wire.requests import Sampling
 from tests.fault_simulation.jetstream import StreamFaults
 from tests.fault_simulation.network import Faults
 

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.inference import InferenceRequest, Refused, StreamDelta
-from poolgrid.nats.journal import SIZE_FACTOR
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.requests import Sampling
-from poolgrid.workers.engines.simulated.core.next_token import AnswerLengths, Vocabulary, expected_reply
+from poolgrid.kernel.requests.inference import InferenceRequest, Refused, StreamDelta
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.requests import Sampling
+from poolgrid.plugins.nats.journal import SIZE_FACTOR
+from poolgrid.plugins.simulated.core.next_token import AnswerLengths, Vocabulary, expected_reply
+from poolgrid.server.global_router.document.reader import load_document
 from tests.fault_simulation import bounds, quiet
 from tests.fault_simulation.jetstream import SimulatedJetStream
 from tests.fault_simulation.network import Network

@@ -22,14 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
-from poolgrid.consolidator.ports import Journal
-from poolgrid.router.feeds import RemoteFeed
-from poolgrid.wire import codec
-from poolgrid.wire.events import JournalRecord
-from poolgrid.wire.feed import WORKER_SOURCE
-from poolgrid.wire.identifiers import WorkerKey
-from poolgrid.wire.ingest import Acknowledged, Welcome
+from poolgrid.kernel.consolidation.pool_state import FrozenPool, PoolState
+from poolgrid.kernel.journal.ports import Journal
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import JournalRecord
+from poolgrid.kernel.wire.feed import WORKER_SOURCE
+from poolgrid.kernel.wire.identifiers import WorkerKey
+from poolgrid.kernel.wire.ingest import Acknowledged, Welcome
+from poolgrid.server.router.feeds import RemoteFeed
 from tests.fault_simulation.network import Pipe
 from tests.fault_simulation.trace import Trace
 from tests.fault_simulation.virtual_loop import Life, VirtualLoop

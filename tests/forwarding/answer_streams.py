@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from poolgrid.forwarding.event_filter import ApiForm
+from poolgrid.server.forwarding.event_filter import ApiForm
 
 DONE = b"data: [DONE]\n\n"
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.forwarding.body_edit import (
+from poolgrid.server.forwarding.body_edit import (
     MAX_MEMBERS,
     MAX_SLOW_BYTES,
     edit,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.forwarding.continuation import ContinuationError, ContinuedStream, has_end, is_repeatable
-from poolgrid.forwarding.event_filter import MAX_EVENT_BYTES, ApiForm
+from poolgrid.server.forwarding.continuation import ContinuationError, ContinuedStream, has_end, is_repeatable
+from poolgrid.server.forwarding.event_filter import MAX_EVENT_BYTES, ApiForm
 from tests.forwarding.answer_streams import DONE, FORMS, Unit, answers, chat, event, folded, renamed, sizes, values_of
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.forwarding.event_filter import (
+from poolgrid.server.forwarding.event_filter import (
     MAX_COUNT,
     MAX_EVENT_BYTES,
     MAX_OBJECTS,

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.forwarding.headers import (
+from poolgrid.kernel.wire.secret_texts import blotted
+from poolgrid.server.forwarding.headers import (
     DIGESTS,
     HOP_BY_HOP,
     KEYS,
@@ -15,7 +16,6 @@ from poolgrid.forwarding.headers import (
     request_headers,
     response_headers,
 )
-from poolgrid.wire.secret_texts import blotted
 
 OWN = [
     (b"x-session-id", b"s-1"),

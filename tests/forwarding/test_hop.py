@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.forwarding.headers import request_headers
-from poolgrid.forwarding.hop import HOP_HEADER, Hop, hop_line, read_hop
+from poolgrid.server.forwarding.headers import request_headers
+from poolgrid.server.forwarding.hop import HOP_HEADER, Hop, hop_line, read_hop
 
 HOPS = st.builds(
     Hop,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.forwarding.continuation import ContinuationError
-from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter
-from poolgrid.forwarding.kept_stream import KEPT_BYTES_MAX, KeptStream, forget_longest
-from poolgrid.forwarding.text_continuation import CHAT
+from poolgrid.server.forwarding.continuation import ContinuationError
+from poolgrid.server.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter
+from poolgrid.server.forwarding.kept_stream import KEPT_BYTES_MAX, KeptStream, forget_longest
+from poolgrid.server.forwarding.text_continuation import CHAT
 from tests.forwarding.answer_streams import FORMS, Unit, answers, chat, folded, renamed, sizes
 
 TEXT = [("content", each) for each in ("Hel", "lo", "!")]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.forwarding.model_list import EMPTY, MAX_CARDS, MAX_LIST_BYTES, ModelCards, merge_model_lists
+from poolgrid.server.forwarding.model_list import EMPTY, MAX_CARDS, MAX_LIST_BYTES, ModelCards, merge_model_lists
 
 BASE = b'{"id": "m", "object":"model","created":1, "root":"/models/m","max_model_len":4096.0,"permission":[{"id":"p"}]}'
 ADAPTER = b'{"id":"ad\\u0061pter","parent":"m" , "x":NaN}'

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.forwarding.multipart import (
+from poolgrid.server.forwarding.multipart import (
     MAX_PART_HEAD_BYTES,
     MAX_PARTS,
     MAX_QUERY_FIELDS,

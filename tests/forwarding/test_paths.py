@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.forwarding.event_filter import ApiForm
-from poolgrid.forwarding.paths import (
+from poolgrid.server.forwarding.event_filter import ApiForm
+from poolgrid.server.forwarding.paths import (
     CLIENT_ROUTES,
     MAX_DECODINGS,
     RESERVED_PREFIXES,

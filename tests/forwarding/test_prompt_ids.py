@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from poolgrid.forwarding.event_filter import AnswerNotes, TakenIds
-from poolgrid.forwarding.prompt_ids import (
+from poolgrid.server.forwarding.event_filter import AnswerNotes, TakenIds
+from poolgrid.server.forwarding.prompt_ids import (
     CHAT,
     CHECKED_EVERY,
     COMPLETIONS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.forwarding.prompt_tally import (
+from poolgrid.server.forwarding.prompt_tally import (
     BY_TEXT_ABOVE,
     EVIDENCE_CHARS_MAX,
     LEAST_BY_TEXT,

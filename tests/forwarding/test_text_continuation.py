@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.forwarding.continuation import ContinuationError
-from poolgrid.forwarding.event_filter import AnswerNotes
-from poolgrid.forwarding.text_continuation import CHAT, COMPLETIONS, TextContinuation, continue_text
+from poolgrid.server.forwarding.continuation import ContinuationError
+from poolgrid.server.forwarding.event_filter import AnswerNotes
+from poolgrid.server.forwarding.text_continuation import CHAT, COMPLETIONS, TextContinuation, continue_text
 from tests.forwarding.answer_streams import DONE, chat, completion, event, folded, renamed
 
 MESSAGES = [{"role": "user", "content": "hé"}]

@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.forwarding.event_filter import MAX_EVENT_BYTES, AnswerNotes, ApiForm, EventFilter, TakenIds, cut_answer
-from poolgrid.forwarding.prompt_ids import IDS_MAX
+from poolgrid.server.forwarding.event_filter import (
+    MAX_EVENT_BYTES,
+    AnswerNotes,
+    ApiForm,
+    EventFilter,
+    TakenIds,
+    cut_answer,
+)
+from poolgrid.server.forwarding.prompt_ids import IDS_MAX
 from tests.forwarding.test_event_filter import DONE, USAGE, choice, chunk, event, packed
 
 NULL, ABSENT, EXTENSION = TakenIds.NULL, TakenIds.ABSENT, TakenIds.EXTENSION

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.forwarding.two_legs import (
+from poolgrid.server.forwarding.two_legs import (
     PATHS,
     can_be_split,
     decode_body,

@@ -9,11 +9,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.inference import InferenceRequest, ServedModel, StreamDelta
-from poolgrid.wire.hashing import TOKEN_BYTES
-from poolgrid.wire.requests import TokenLogprobs
+from poolgrid.kernel.requests.inference import InferenceRequest, ServedModel, StreamDelta
+from poolgrid.kernel.wire.hashing import TOKEN_BYTES
+from poolgrid.kernel.wire.requests import TokenLogprobs
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.prompt_model import PromptModel
 
 TINY = PromptModel.load(TINY_MODEL_PATH)
 

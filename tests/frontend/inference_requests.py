@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.inference import InferenceRequest
+from poolgrid.kernel.requests.inference import InferenceRequest
 
 like = msgspec.structs.replace
 

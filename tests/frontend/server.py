@@ -13,14 +13,14 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.app import Application, create_app
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.http.http_server import HttpServer
-from poolgrid.http.http_settings import HttpLimits
-from poolgrid.inference import InferenceBackend, InferenceRequest, ServedModel, TokenStream
-from poolgrid.process.settings import with_constants
-from poolgrid.wire.answers import EndpointRow
+from poolgrid.kernel.requests.inference import InferenceBackend, InferenceRequest, ServedModel, TokenStream
+from poolgrid.kernel.wire.answers import EndpointRow
+from poolgrid.server.frontend.app import Application, create_app
+from poolgrid.server.frontend.prompt_model import PromptModel
+from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.http.http_server import HttpServer
+from poolgrid.server.http.http_settings import HttpLimits
+from poolgrid.server.process.settings import with_constants
 from tests.frontend.fake_backend import TINY, FakeBackend
 
 

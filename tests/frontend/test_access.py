@@ -21,17 +21,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.access import key_file
-from poolgrid.frontend.access.gate import PathClass, key_of, path_class
-from poolgrid.frontend.access.key_file import Key, KeyDocument, KeyFileError, Tenant, cache_salt
-from poolgrid.frontend.access.meter import LIMIT_HEADERS, Rate, TokenBucket, limit_headers
-from poolgrid.frontend.access.tenants import Tenants
-from poolgrid.frontend.errors import REFUSAL_STATUSES
-from poolgrid.frontend.media.references import STATUS_BY_CODE
-from poolgrid.frontend.metrics import MODEL_LABELS_MAX, TENANT_LABELS_MAX, FrontendMetrics
-from poolgrid.http.http_server import HttpServer
-from poolgrid.inference import Refused, ServedModel
-from poolgrid.process import instruments
+from poolgrid.kernel.requests.inference import Refused, ServedModel
+from poolgrid.server.frontend.access import key_file
+from poolgrid.server.frontend.access.gate import PathClass, key_of, path_class
+from poolgrid.server.frontend.access.key_file import Key, KeyDocument, KeyFileError, Tenant, cache_salt
+from poolgrid.server.frontend.access.meter import LIMIT_HEADERS, Rate, TokenBucket, limit_headers
+from poolgrid.server.frontend.access.tenants import Tenants
+from poolgrid.server.frontend.errors import REFUSAL_STATUSES
+from poolgrid.server.frontend.media.references import STATUS_BY_CODE
+from poolgrid.server.frontend.metrics import MODEL_LABELS_MAX, TENANT_LABELS_MAX, FrontendMetrics
+from poolgrid.server.http.http_server import HttpServer
+from poolgrid.server.process import instruments
 from tests.frontend.fake_backend import FakeBackend, speak
 from tests.frontend.server import application
 
@@ -338,7 +338,7 @@ def test_a_salt_depends_on_secret_tenant_and_client_and_on_nothing_between_them(
 
 @pytest.fixture
 def looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.frontend.access.tenants.CHECK_MS", 0.0)
+    monkeypatch.setattr("poolgrid.server.frontend.access.tenants.CHECK_MS", 0.0)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -551,7 +551,7 @@ def test_every_path_of_the_surface_is_in_the_class_it_should_be() -> None:
     for path in routes(app):
         expected = PathClass.OPEN if path in ANYBODY_MAY else PathClass.TENANT
         assert path_class(path, metrics_need_key=False) is expected, (
-            f"say in src/poolgrid/frontend/access/gate.py who may ask {path}"
+            f"say in src/poolgrid/server/frontend/access/gate.py who may ask {path}"
         )
     for path in ("/v1/workers", "/v1/pool", "/v1/config/reload", "/v1/modelsx", "/anything", "/v1/decisions/x"):
         assert path_class(path, metrics_need_key=False) is PathClass.OPERATOR

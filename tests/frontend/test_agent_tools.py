@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.frontend.parsers.custom_calls import CustomCalls
-from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, joined_pieces
-from poolgrid.frontend.schema import CUSTOM_ARGUMENT
-from poolgrid.frontend.tools import custom_arguments, custom_text
+from poolgrid.server.frontend.parsers.custom_calls import CustomCalls
+from poolgrid.server.frontend.parsers.pieces import AnswerPiece, PieceKind, joined_pieces
+from poolgrid.server.frontend.schema import CUSTOM_ARGUMENT
+from poolgrid.server.frontend.tools import custom_arguments, custom_text
 from tests.examples import examples
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import FrontEnd, application, front_end, served_in_thread

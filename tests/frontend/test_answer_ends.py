@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend.chat_template import ChatTemplate
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.inference import StreamDelta
+from poolgrid.kernel.requests.inference import StreamDelta
+from poolgrid.server.frontend.chat_template import ChatTemplate
+from poolgrid.server.frontend.prompt_model import PromptModel
 from tests.frontend.answers import PATHS, Answer, body_for, read
 from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak
 from tests.frontend.server import post_once

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from poolgrid.inference import StreamDelta
+from poolgrid.kernel.requests.inference import StreamDelta
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application
 

@@ -10,11 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.frontend import request_body
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.request_body import NUMBERS_PER_VALUE, SHORT_BYTES, VALUES_PER_PART, check_shape, count_values
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.server.frontend import request_body
+from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.frontend.request_body import (
+    NUMBERS_PER_VALUE,
+    SHORT_BYTES,
+    VALUES_PER_PART,
+    check_shape,
+    count_values,
+)
+from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.frontend.tokenization import TokenizationPool
 from tests.frontend.server import post_once
 
 LIMIT = FrontendSettings().max_body_values

@@ -12,9 +12,9 @@ import openai
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from poolgrid.frontend.chat_template import ChatTemplate
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.inference import InferenceRequest
+from poolgrid.kernel.requests.inference import InferenceRequest
+from poolgrid.server.frontend.chat_template import ChatTemplate
+from poolgrid.server.frontend.prompt_model import PromptModel
 from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak, with_logprobs
 from tests.frontend.server import application, in_process, served_in_thread
 

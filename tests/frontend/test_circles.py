@@ -1,7 +1,7 @@
 """Nothing of a request waits for the garbage collector, however the request ends.
 
-The collector runs rarely in a process that serves (``poolgrid.process.garbage``): what is in a circle stays for minutes
-with its connection, its prompt and its answer.
+The collector runs rarely in a process that serves (``poolgrid.server.process.garbage``): what is in a circle stays for
+minutes with its connection, its prompt and its answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.frontend.stream_head import StreamHead
+from poolgrid.server.frontend.stream_head import StreamHead
 from tests.frontend.fake_backend import FakeBackend, Step, speak
 from tests.frontend.server import application, served
 from tests.process.leftovers import collected

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.inference import InferenceRequest
+from poolgrid.kernel.requests.inference import InferenceRequest
 from tests.frontend.answers import PATHS
 from tests.frontend.fake_backend import FakeBackend, Step, speak
 from tests.frontend.server import application, in_process, post_once, prompt_of

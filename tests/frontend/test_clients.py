@@ -11,7 +11,7 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.inference import InferenceRequest
+from poolgrid.kernel.requests.inference import InferenceRequest
 from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
 from tests.frontend.server import application, served, served_in_thread
 

@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from lab.build_tiny import VOCAB_SIZE
-from poolgrid.frontend.detokenization import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_alphabet
-from poolgrid.frontend.stop_strings import StopStrings
-from poolgrid.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.kernel.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.server.frontend.detokenization import (
+    ByteLevelDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+    byte_level_alphabet,
+)
+from poolgrid.server.frontend.stop_strings import StopStrings
 from tests.examples import examples
 from tests.frontend.fake_backend import TINY
 

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.prompt_model import PromptModel
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import post_once
 from tests.frontend.test_inference import CHAT, COMPLETIONS, post

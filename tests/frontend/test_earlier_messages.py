@@ -11,14 +11,14 @@ import httpx
 import msgspec
 import pytest
 
-from poolgrid.frontend.chat_template import ChatTemplate
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.media.conversation import FILES_BYTES_MAX, NO_MEDIA, find_media
-from poolgrid.frontend.preparation import Preparation
-from poolgrid.frontend.prompts import tokenize
-from poolgrid.frontend.schema import Message
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.wire.card import MediaSpec
+from poolgrid.kernel.wire.card import MediaSpec
+from poolgrid.server.frontend.chat_template import ChatTemplate
+from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.frontend.media.conversation import FILES_BYTES_MAX, NO_MEDIA, find_media
+from poolgrid.server.frontend.preparation import Preparation
+from poolgrid.server.frontend.prompts import tokenize
+from poolgrid.server.frontend.schema import Message
+from poolgrid.server.frontend.settings import FrontendSettings
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import FrontEnd, front_end
 

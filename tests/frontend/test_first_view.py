@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend import first_view
-from poolgrid.frontend.first_view import FirstView
+from poolgrid.server.frontend import first_view
+from poolgrid.server.frontend.first_view import FirstView
 
 
 class Router:

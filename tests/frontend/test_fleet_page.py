@@ -13,15 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.fleet_page import hub as hub_module
-from poolgrid.fleet_page.endpoints import DIRECTORY, TYPES, add_fleet_page, assets
-from poolgrid.fleet_page.hub import FleetHub, Picture, Row
-from poolgrid.frontend.access import key_file
-from poolgrid.frontend.access.gate import PathClass, path_class
-from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
-from poolgrid.frontend.errors import RequestError
-from poolgrid.http.http_server import HttpServer
-from poolgrid.process.clock import SystemClock
+from poolgrid.plugins.fleet_page import hub as hub_module
+from poolgrid.plugins.fleet_page.endpoints import DIRECTORY, TYPES, add_fleet_page, assets
+from poolgrid.plugins.fleet_page.hub import FleetHub, Picture, Row
+from poolgrid.server.frontend.access import key_file
+from poolgrid.server.frontend.access.gate import PathClass, path_class
+from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
+from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.http.http_server import HttpServer
+from poolgrid.server.process.clock import SystemClock
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.guide_check import WAITING_PER_TENANT_MAX, GuideCheck, GuideLimits
-from poolgrid.frontend.guides import Guide
-from poolgrid.inference import EVERYBODY, CacheDomain, CacheShares
+from poolgrid.kernel.requests.inference import EVERYBODY, CacheDomain, CacheShares
+from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.frontend.guide_check import WAITING_PER_TENANT_MAX, GuideCheck, GuideLimits
+from poolgrid.server.frontend.guides import Guide
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 from tests.wire.test_guide_limits import chain, rules
@@ -82,7 +82,7 @@ def test_a_guide_whose_next_token_takes_long_to_find_is_refused_and_costs_the_pr
 def test_a_verdict_is_found_by_its_tenant_and_salt_alone_and_pushed_out_by_nobody_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("poolgrid.frontend.guide_check.VERDICTS_MAX", 8)
+    monkeypatch.setattr("poolgrid.server.frontend.guide_check.VERDICTS_MAX", 8)
 
     async def scenario(check: GuideCheck) -> None:
         for whose in (domain("a"), domain("a", "x"), domain("a"), None, None):
@@ -187,7 +187,7 @@ def test_a_process_that_cannot_be_started_refuses_for_now(monkeypatch: pytest.Mo
         monkeypatch.undo()
         await check.check(integer_up_to(1), "guided_json", EVERYBODY)
 
-    monkeypatch.setattr("poolgrid.frontend.guide_check.subprocess.Popen", no_process)
+    monkeypatch.setattr("poolgrid.server.frontend.guide_check.subprocess.Popen", no_process)
     assert run(scenario) == ["busy", "accepted"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend.guided_answers import _Choices, _Scalar
+from poolgrid.server.frontend.guided_answers import _Choices, _Scalar
 from tests.frontend.answers import PATHS, Answer, body_for, read
 from tests.frontend.fake_backend import FakeBackend, speak
 from tests.frontend.server import FrontEnd, front_end

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.inference import InferenceRequest, ServedModel, StreamDelta
-from poolgrid.wire.hashing import pack_tokens, unpack_tokens
-from poolgrid.wire.identifiers import name_of
-from poolgrid.wire.requests import KvRetention, RetainedTokens, TokenLogprobs
+from poolgrid.kernel.requests.inference import InferenceRequest, ServedModel, StreamDelta
+from poolgrid.kernel.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.kernel.wire.identifiers import name_of
+from poolgrid.kernel.wire.requests import KvRetention, RetainedTokens, TokenLogprobs
 from tests.examples import examples
 from tests.frontend.fake_backend import TINY, FakeBackend, Script, Step, speak, with_logprobs
 from tests.frontend.server import FrontEnd, application, front_end, in_process, post_once

@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.request_body import (
+from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.frontend.request_body import (
     RATIO_FREE_BYTES,
     STEP_INPUT_BYTES,
     STEP_OUTPUT_BYTES,
@@ -33,8 +33,8 @@ from poolgrid.frontend.request_body import (
     InflationLimits,
     inflate,
 )
-from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.process.clock import SystemClock
+from poolgrid.server.frontend.tokenization import TokenizationPool
+from poolgrid.server.process.clock import SystemClock
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, post_once, served
 
@@ -192,7 +192,7 @@ async def test_nobody_works_for_a_client_that_has_left(path: str, monkeypatch: p
                 assert noticed.wait(30)
             yield part
 
-    monkeypatch.setattr("poolgrid.frontend.request_body.inflate", counted)
+    monkeypatch.setattr("poolgrid.server.frontend.request_body.inflate", counted)
     registry = CollectorRegistry()
     body = gzip.compress(noise(100 * STEP_INPUT_BYTES), 1)
 

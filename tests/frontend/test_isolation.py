@@ -13,15 +13,15 @@ import pytest
 from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from poolgrid.frontend.access import key_file
-from poolgrid.frontend.access.key_file import KeyDocument, Tenant
-from poolgrid.frontend.access.tenants import Tenants
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_encoder import PromptEncoder
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.inference import WHOLE, Refused, ServedModel
-from poolgrid.wire.card import MediaSpec
+from poolgrid.kernel.requests.inference import WHOLE, Refused, ServedModel
+from poolgrid.kernel.wire.card import MediaSpec
+from poolgrid.server.frontend.access import key_file
+from poolgrid.server.frontend.access.key_file import KeyDocument, Tenant
+from poolgrid.server.frontend.access.tenants import Tenants
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.prompt_encoder import PromptEncoder
+from poolgrid.server.frontend.prompt_model import PromptModel
+from poolgrid.server.frontend.settings import FrontendSettings
 from tests.frontend.fake_backend import FakeBackend, speak
 from tests.frontend.media.hostile_server import answer, hostile_server
 from tests.frontend.media.samples import png

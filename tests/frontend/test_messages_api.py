@@ -13,9 +13,9 @@ import anthropic
 import httpx
 import pytest
 
-from poolgrid.frontend.access import key_file
-from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
-from poolgrid.inference import InferenceRequest, Refused, ServedModel, StreamDelta
+from poolgrid.kernel.requests.inference import InferenceRequest, Refused, ServedModel, StreamDelta
+from poolgrid.server.frontend.access import key_file
+from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
 from tests.frontend.fake_backend import FakeBackend, Step, speak
 from tests.frontend.server import application, in_process, post_once, prompt_of, served_in_thread
 

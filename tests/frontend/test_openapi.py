@@ -22,12 +22,12 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.types import Receive, Scope, Send
 
-from poolgrid.frontend.openapi import ANSWERS, BODIES
-from poolgrid.inference import InferenceRequest, ServedModel, StreamDelta
-from poolgrid.wire.answers import EndpointRow
-from poolgrid.wire.hashing import unpack_tokens
-from poolgrid.wire.requests import TokenLogprobs
-from poolgrid.wire.tasks import TASK_ROLES, TaskResult
+from poolgrid.kernel.requests.inference import InferenceRequest, ServedModel, StreamDelta
+from poolgrid.kernel.wire.answers import EndpointRow
+from poolgrid.kernel.wire.hashing import unpack_tokens
+from poolgrid.kernel.wire.requests import TokenLogprobs
+from poolgrid.kernel.wire.tasks import TASK_ROLES, TaskResult
+from poolgrid.server.frontend.openapi import ANSWERS, BODIES
 from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
 from tests.frontend.server import application
 
@@ -87,7 +87,7 @@ SERVER = application(FakeBackend(talk, served=(MODEL,)), endpoints=lambda: SERVE
 
 @pytest.fixture(autouse=True)
 def few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.frontend.preparation.CHOICES_MAX", 4)
+    monkeypatch.setattr("poolgrid.server.frontend.preparation.CHOICES_MAX", 4)
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 import poolgrid
-from poolgrid.frontend.metrics import FrontendMetrics
-from poolgrid.frontend.request_body import RequestIds, base_name
-from poolgrid.frontend.schema import ChatBody, CompletionBody, Nvext, refusals_of
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.router.core.load_ledger import OTHERS
-from poolgrid.wire.answers import EndpointRow, InstanceRow
-from poolgrid.wire.identifiers import dispatch_id, dispatch_of, name_of
+from poolgrid.kernel.projection.load_ledger import OTHERS
+from poolgrid.kernel.wire.answers import EndpointRow, InstanceRow
+from poolgrid.kernel.wire.identifiers import dispatch_id, dispatch_of, name_of
+from poolgrid.server.frontend.metrics import FrontendMetrics
+from poolgrid.server.frontend.request_body import RequestIds, base_name
+from poolgrid.server.frontend.schema import ChatBody, CompletionBody, Nvext, refusals_of
+from poolgrid.server.frontend.settings import FrontendSettings
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application, in_process
 

@@ -22,12 +22,12 @@ from tokenizers import (
     trainers,
 )
 
-from poolgrid.frontend import prompt_encoder
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_encoder import Lookup, PromptEncoder
-from poolgrid.frontend.tokenization import SEGMENT_CHARS_MIN, cut
-from poolgrid.inference import EVERYBODY
-from poolgrid.wire.hashing import pack_tokens
+from poolgrid.kernel.requests.inference import EVERYBODY
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.server.frontend import prompt_encoder
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.prompt_encoder import Lookup, PromptEncoder
+from poolgrid.server.frontend.tokenization import SEGMENT_CHARS_MIN, cut
 from tests.examples import examples
 
 CORPUS = [

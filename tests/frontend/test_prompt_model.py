@@ -14,10 +14,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from lab.build_tiny import SPECIAL_TOKENS, build
-from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure
-from poolgrid.frontend.detokenization import byte_level_alphabet
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel, _byte_table
+from poolgrid.server.frontend.chat_template import ChatTemplate, TemplateFailure
+from poolgrid.server.frontend.detokenization import byte_level_alphabet
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.prompt_model import ModelDirectoryError, PromptModel, _byte_table
 
 CONFIG = Path(__file__).parents[2] / "pool_configs" / "short_and_long.json"
 USER = [{"role": "user", "content": "hi"}]
@@ -211,7 +211,17 @@ def test_a_chat_template_that_cannot_be_used_is_named_by_its_option(directory: P
 def test_a_server_with_a_wrong_model_path_ends_with_one_line_and_status_2(command: str) -> None:
     given = ["--config", str(CONFIG)] if command == "global-router" else []
     done = subprocess.run(
-        [sys.executable, "-m", "poolgrid.cli.main", command, "--model-path", "/nonexistent", "--port", "0", *given],
+        [
+            sys.executable,
+            "-m",
+            "poolgrid.server.cli.main",
+            command,
+            "--model-path",
+            "/nonexistent",
+            "--port",
+            "0",
+            *given,
+        ],
         capture_output=True,
         text=True,
         timeout=60,

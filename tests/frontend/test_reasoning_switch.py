@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.frontend.chat_template import ChatTemplate
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.reasoning_switch import EFFORTS, switch_of
+from poolgrid.server.frontend.chat_template import ChatTemplate
+from poolgrid.server.frontend.prompt_model import PromptModel
+from poolgrid.server.frontend.reasoning_switch import EFFORTS, switch_of
 from tests.frontend.answers import PATHS, body_for
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import post_once, prompt_of

@@ -14,19 +14,19 @@ from fastapi import Query
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.frontend.field_words import words_at
-from poolgrid.frontend.messages_api.schema import MessagesBody
-from poolgrid.frontend.preparation import CHOICES_MAX, STOP_STRINGS_MAX
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.responses_api.conversation import ResponsesBody
-from poolgrid.frontend.schema import (
+from poolgrid.kernel.requests.inference import Refused, ServedModel
+from poolgrid.server.frontend.field_words import words_at
+from poolgrid.server.frontend.messages_api.schema import MessagesBody
+from poolgrid.server.frontend.preparation import CHOICES_MAX, STOP_STRINGS_MAX
+from poolgrid.server.frontend.prompt_model import PromptModel
+from poolgrid.server.frontend.responses_api.conversation import ResponsesBody
+from poolgrid.server.frontend.schema import (
     ChatBody,
     CompletionBody,
     Nvext,
     refusals_of,
 )
-from poolgrid.frontend.tokenizer_endpoints import DetokenizeBody, TokenizeBody
-from poolgrid.inference import Refused, ServedModel
+from poolgrid.server.frontend.tokenizer_endpoints import DetokenizeBody, TokenizeBody
 from tests.examples import examples
 from tests.frontend.fake_backend import TINY, FakeBackend, speak, with_logprobs
 from tests.frontend.inference_requests import fields_of
@@ -505,9 +505,9 @@ def test_more_prompts_than_answers_are_allowed_are_refused_before_any_is_looked_
     def looked_at(body: CompletionBody) -> list[tuple[str | list[int], str]]:
         raise AssertionError("too many to look at")
 
-    monkeypatch.setattr("poolgrid.frontend.prompts._prompts", looked_at)
+    monkeypatch.setattr("poolgrid.server.frontend.prompts._prompts", looked_at)
 
-    monkeypatch.setattr("poolgrid.frontend.preparation.CHOICES_MAX", 2)
+    monkeypatch.setattr("poolgrid.server.frontend.preparation.CHOICES_MAX", 2)
     many: list[list[Any]] = [["x"] * 3, [[1, 2]] * 3]
     for prompts in many:
         error = error_of(post(COMPLETIONS, completion(prompt=prompts)))

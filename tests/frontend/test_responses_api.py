@@ -12,8 +12,8 @@ import openai
 import pydantic
 import pytest
 
-from poolgrid.frontend.prompt_encoder import PromptEncoder
-from poolgrid.inference import InferenceRequest
+from poolgrid.kernel.requests.inference import InferenceRequest
+from poolgrid.server.frontend.prompt_encoder import PromptEncoder
 from tests.frontend.fake_backend import FakeBackend, Step, speak
 from tests.frontend.server import application, in_process, post_once, prompt_of, served_in_thread
 from tests.frontend.weather_tool import TOOL

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from poolgrid.global_router.core.document.axis import AXIS, TARGETS
-from poolgrid.inference import HINT_HEADERS, PRIORITY_HEADER, Refused
+from poolgrid.kernel.pool_grids.axis import AXIS, TARGETS
+from poolgrid.kernel.requests.inference import HINT_HEADERS, PRIORITY_HEADER, Refused
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 from tests.frontend.test_inference import COMPLETIONS, post

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.frontend.tokenization import SAME_HEAD_MAX, SEGMENT_CHARS_MIN, SegmentCache
+from poolgrid.server.frontend.tokenization import SAME_HEAD_MAX, SEGMENT_CHARS_MIN, SegmentCache
 from tests.examples import examples
 
 END = ("<|end|>", "<|start|>")

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from poolgrid.fleet_page.router_watch import ServedSeconds
-from poolgrid.frontend.metrics import SERVED_COLUMNS, FrontendMetrics
+from poolgrid.plugins.fleet_page.router_watch import ServedSeconds
+from poolgrid.server.frontend.metrics import SERVED_COLUMNS, FrontendMetrics
 from tests.clock import BEGAN_MS, HandClock
 
 

@@ -11,12 +11,15 @@ import msgspec
 import openai
 import pytest
 
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.messages_api.schema import MessagesBody
-from poolgrid.frontend.preparation import parse_responses
-from poolgrid.frontend.prepared_request import PreparedRequest
-from poolgrid.frontend.schema import Function, Message, ToolCall, chat_decoder, parse, parse_inference
-from poolgrid.frontend.session_fields import (
+from poolgrid.kernel.projection.lineage import answer_key
+from poolgrid.kernel.requests.inference import NO_HINT, InferenceRequest, SessionHint
+from poolgrid.kernel.wire.sessions import SessionTurn
+from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.frontend.messages_api.schema import MessagesBody
+from poolgrid.server.frontend.preparation import parse_responses
+from poolgrid.server.frontend.prepared_request import PreparedRequest
+from poolgrid.server.frontend.schema import Function, Message, ToolCall, chat_decoder, parse, parse_inference
+from poolgrid.server.frontend.session_fields import (
     HOUR_MS,
     NAME_CHARS_MAX,
     answered_by,
@@ -26,10 +29,7 @@ from poolgrid.frontend.session_fields import (
     response_key,
     session_hint,
 )
-from poolgrid.frontend.tools import CallIds
-from poolgrid.inference import NO_HINT, InferenceRequest, SessionHint
-from poolgrid.router.core.lineage import answer_key
-from poolgrid.wire.sessions import SessionTurn
+from poolgrid.server.frontend.tools import CallIds
 from tests.frontend.fake_backend import FakeBackend, Step, speak
 from tests.frontend.server import application, served_in_thread
 

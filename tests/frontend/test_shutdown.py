@@ -9,9 +9,9 @@ import logging
 import httpx
 import pytest
 
-from poolgrid.http.http_server import HttpServer
-from poolgrid.inference import InferenceRequest, StreamDelta
-from poolgrid.wire.hashing import pack_tokens
+from poolgrid.kernel.requests.inference import InferenceRequest, StreamDelta
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.server.http.http_server import HttpServer
 from tests.frontend.fake_backend import FakeBackend, Step
 from tests.frontend.server import application
 

@@ -18,23 +18,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.frontend.chat_template import STEPS_PER_LOOK, ChatTemplate, TemplateFailure, TemplateSandbox
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.message_adaptation import adapt, adapt_tools
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.preparation import Preparation
-from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
-from poolgrid.frontend.prompts import look_up
-from poolgrid.frontend.schema import ChatBody, Function, Message, ToolCall
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.template_capabilities import (
+from poolgrid.server.frontend.chat_template import STEPS_PER_LOOK, ChatTemplate, TemplateFailure, TemplateSandbox
+from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.frontend.message_adaptation import adapt, adapt_tools
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.preparation import Preparation
+from poolgrid.server.frontend.prompt_model import ModelDirectoryError, PromptModel
+from poolgrid.server.frontend.prompts import look_up
+from poolgrid.server.frontend.schema import ChatBody, Function, Message, ToolCall
+from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.frontend.template_capabilities import (
     Arguments,
     ContentForm,
     EmptyContent,
     TemplateCapabilities,
     TextWithCalls,
 )
-from poolgrid.frontend.template_probes import TIME_LIMIT_MS, capabilities_of, probe
+from poolgrid.server.frontend.template_probes import TIME_LIMIT_MS, capabilities_of, probe
 from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.server import application, in_process
 
@@ -177,7 +177,7 @@ def test_tools_are_completed_where_a_template_fails_without_description_or_param
 def test_a_template_that_shows_nothing_gets_messages_by_the_conventions(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poolgrid.frontend.chat_template.STEPS_MAX", 10_000)
+    monkeypatch.setattr("poolgrid.server.frontend.chat_template.STEPS_MAX", 10_000)
     ticks = itertools.count()
     found = probe(ChatTemplate(source), has_tools=True, monotonic=lambda: next(ticks) * TIME_LIMIT_MS / 1000 / 500)
 
@@ -380,7 +380,7 @@ def test_what_would_hang_or_swell_is_stopped(source: str, why: str) -> None:
 
 
 def test_steps_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.frontend.chat_template.STEPS_MAX", 1000)
+    monkeypatch.setattr("poolgrid.server.frontend.chat_template.STEPS_MAX", 1000)
     assert len(render("{% for i in range(999) %}a{% endfor %}")) == 999
     with pytest.raises(TemplateFailure, match="more than 1000 steps"):
         render("{% for i in range(999) %}{{ messages[0].items() }}{% endfor %}")

@@ -15,18 +15,18 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.frontend.chat_template import ChatTemplate
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.preparation import Preparation
-from poolgrid.frontend.prepared_request import PreparedRequest
-from poolgrid.frontend.prompt_encoder import BatchEncoder
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.prompts import SAMPLE_CHARS_PER_TOKEN, look_up, tokenize
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.inference import EVERYBODY, InferenceRequest, ServedModel
-from poolgrid.wire.hashing import pack_tokens
+from poolgrid.kernel.requests.inference import EVERYBODY, InferenceRequest, ServedModel
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.server.frontend.chat_template import ChatTemplate
+from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.preparation import Preparation
+from poolgrid.server.frontend.prepared_request import PreparedRequest
+from poolgrid.server.frontend.prompt_encoder import BatchEncoder
+from poolgrid.server.frontend.prompt_model import PromptModel
+from poolgrid.server.frontend.prompts import SAMPLE_CHARS_PER_TOKEN, look_up, tokenize
+from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.frontend.tokenization import TokenizationPool
 from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.server import application, in_process
 
@@ -156,7 +156,7 @@ async def test_a_later_turn_of_a_long_conversation_is_tokenized_where_it_arrives
 async def test_a_rendering_that_takes_long_is_begun_anew_in_a_thread(
     monkeypatch: pytest.MonkeyPatch, seen: Watched
 ) -> None:
-    monkeypatch.setattr("poolgrid.frontend.inference_endpoint.LOOK_UP_RENDERING_MS", 0.0)
+    monkeypatch.setattr("poolgrid.server.frontend.inference_endpoint.LOOK_UP_RENDERING_MS", 0.0)
     slow = "{% for turn in range(1000) %}{% endfor %}{{ messages[0]['content'] }}"
     model = replace(TINY, template=ChatTemplate(slow))
 
@@ -169,7 +169,7 @@ async def test_a_rendering_that_takes_long_is_begun_anew_in_a_thread(
 async def test_a_rendering_that_takes_too_long_even_there_is_refused(
     monkeypatch: pytest.MonkeyPatch, seen: Watched
 ) -> None:
-    monkeypatch.setattr("poolgrid.frontend.prompts.TIME_LIMIT_MS", 20.0)
+    monkeypatch.setattr("poolgrid.server.frontend.prompts.TIME_LIMIT_MS", 20.0)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     endless = "{% if messages[0]['content'] == 'hi' %}" + loops + "{% endif %}"
     model = replace(TINY, template=ChatTemplate(endless))
@@ -226,7 +226,7 @@ async def test_a_text_of_hundreds_of_contexts_is_refused_by_its_beginning(path: 
     assert 200 < int(found[1]) <= SAMPLE_CHARS_PER_TOKEN * 100, "all of it has 50,000"
 
 
-SANDBOX = "poolgrid.frontend.chat_template"
+SANDBOX = "poolgrid.server.frontend.chat_template"
 MODEL = PromptModel.load(TINY_MODEL_PATH, "tiny")
 
 
@@ -257,7 +257,7 @@ def calls_of_look_up(messages: list[dict[str, Any]]) -> list[str]:
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         name = str(frame.f_globals.get("__name__", ""))
-        if event == "call" and name.startswith("poolgrid.frontend") and name != SANDBOX:
+        if event == "call" and name.startswith("poolgrid.server.frontend") and name != SANDBOX:
             called.append(frame.f_code.co_name)
 
     sys.setprofile(note)

@@ -13,10 +13,10 @@ import httpx
 import msgspec
 import pytest
 
-from poolgrid.frontend import tokenizer_endpoints
-from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.inference import ServedModel
-from poolgrid.wire.hashing import unpack_tokens
+from poolgrid.kernel.requests.inference import ServedModel
+from poolgrid.kernel.wire.hashing import unpack_tokens
+from poolgrid.server.frontend import tokenizer_endpoints
+from poolgrid.server.frontend.tokenization import TokenizationPool
 from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.server import application, in_process
 

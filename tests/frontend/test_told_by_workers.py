@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.inference import ServedModel
-from poolgrid.wire.card import ChatSpec, MediaSpec
+from poolgrid.kernel.requests.inference import ServedModel
+from poolgrid.kernel.wire.card import ChatSpec, MediaSpec
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.media.samples import png
 from tests.frontend.server import application, in_process

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from poolgrid.frontend.traffic import (
+from poolgrid.server.frontend.traffic import (
     EndedRequest,
     TokenTotals,
     Totals,
@@ -22,7 +22,7 @@ from tests.clock import HandClock
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 
-LOGGER = "poolgrid.frontend.traffic"
+LOGGER = "poolgrid.server.frontend.traffic"
 SECRET = "nobody may read this"
 
 

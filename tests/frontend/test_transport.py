@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.frontend.request_body import accepts_gzip
+from poolgrid.server.frontend.request_body import accepts_gzip
 from tests.frontend.fake_backend import FakeBackend, speak
 from tests.frontend.server import application, in_process, post_once, served_in_thread
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import inspect as kinds
 
-from poolgrid.frontend.field_words import words_at
+from poolgrid.server.frontend.field_words import words_at
 
 
 def fields_without_words(body: type) -> list[str]:

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from poolgrid.global_router.core.document.grid_document import GridDocument, GridDocumentError
-from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
+from poolgrid.kernel.pool_grids.grid_document import GridDocument, GridDocumentError
+from poolgrid.server.global_router.document.reader import LoadedDocument, load_document
 
 ROOT = Path(__file__).resolve().parents[2]
 POOL_CONFIGS = sorted((ROOT / "pool_configs").glob("*.json"))

@@ -16,21 +16,13 @@ from typing import Any, cast
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.global_router.pools import PoolConnection, Pools
-from poolgrid.global_router.router_link import PoolLost, PoolNetwork
-from poolgrid.global_router.service import GlobalRouterService
-from poolgrid.global_router.settings import GlobalRouterSettings, Timings
-from poolgrid.inference import InferenceRequest, StreamDelta
-from poolgrid.serving.legs import LegEvent
-from poolgrid.serving.links import LinksOnDemand, WorkerLink
-from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.wire.hashing import HASH_SPEC, pack_tokens, unpack_tokens
-from poolgrid.wire.identifiers import Role
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
-from poolgrid.wire.selection import (
+from poolgrid.kernel.requests.inference import InferenceRequest, StreamDelta
+from poolgrid.kernel.requests.legs import LegEvent
+from poolgrid.kernel.requests.token_delivery import TokenDelivery
+from poolgrid.kernel.wire.hashing import HASH_SPEC, pack_tokens, unpack_tokens
+from poolgrid.kernel.wire.identifiers import Role
+from poolgrid.kernel.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
+from poolgrid.kernel.wire.selection import (
     ModelStatus,
     PoolStatus,
     Probe,
@@ -43,6 +35,14 @@ from poolgrid.wire.selection import (
     SelectRefused,
     WorkerRank,
 )
+from poolgrid.server.global_router.configuration import Configuration
+from poolgrid.server.global_router.document.reader import load_document
+from poolgrid.server.global_router.metrics import GlobalRouterMetrics
+from poolgrid.server.global_router.pools import PoolConnection, Pools
+from poolgrid.server.global_router.router_link import PoolLost, PoolNetwork
+from poolgrid.server.global_router.service import GlobalRouterService
+from poolgrid.server.global_router.settings import GlobalRouterSettings, Timings
+from poolgrid.server.serving.links import LinksOnDemand, WorkerLink
 from tests.clock import HandClock
 
 MODEL = "m"

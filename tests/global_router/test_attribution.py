@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from poolgrid.global_router.core.choice.closed_loop import CellKey, ClosedLoop, Spill
-from poolgrid.global_router.core.choice.destination import Attribution, Destination, Served, destination
-from poolgrid.global_router.core.choice.grid import Grid, GridRequest
-from poolgrid.global_router.core.choice.request_hints import RequestHints
-from poolgrid.wire.identifiers import Stage
+from poolgrid.kernel.pool_grids.closed_loop import CellKey, ClosedLoop, Spill
+from poolgrid.kernel.pool_grids.destination import Attribution, Destination, Served, destination
+from poolgrid.kernel.pool_grids.grid import Grid, GridRequest
+from poolgrid.kernel.pool_grids.request_hints import RequestHints
+from poolgrid.kernel.wire.identifiers import Stage
 from tests.global_router.documents import aggregated, disagg, document
 
 DISAGG = document(disagg())

@@ -11,10 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from poolgrid.global_router.core.builder.pool_profiles import PoolProfile, WantedGrid
-from poolgrid.global_router.core.choice.grid import Grid, GridRequest
-from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints, Target
-from poolgrid.global_router.core.document.axis import (
+from poolgrid.kernel.pool_grids.axis import (
     AXES,
     AXIS,
     STAGES,
@@ -25,11 +22,14 @@ from poolgrid.global_router.core.document.axis import (
     StageName,
     axes_of,
 )
-from poolgrid.global_router.core.document.grid_document import GridDocument, GridDocumentError, TargetDefaults
-from poolgrid.global_router.core.document.history import document_text
-from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.global_router.heat_map import terminal_map
-from poolgrid.inference import HINT_HEADERS
+from poolgrid.kernel.pool_grids.grid import Grid, GridRequest
+from poolgrid.kernel.pool_grids.grid_document import GridDocument, GridDocumentError, TargetDefaults
+from poolgrid.kernel.pool_grids.request_hints import ExpectedOutput, RequestHints, Target
+from poolgrid.kernel.requests.inference import HINT_HEADERS
+from poolgrid.plugins.grid_builder.pool_profiles import PoolProfile, WantedGrid
+from poolgrid.server.global_router.document.history import document_text
+from poolgrid.server.global_router.document.reader import load_document
+from poolgrid.server.global_router.heat_map import terminal_map
 from tests.global_router.documents import document
 
 MODELS = {stage: get_args(GridDocument.model_fields[stage].annotation)[0] for stage in STAGES}

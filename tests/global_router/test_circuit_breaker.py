@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from poolgrid.global_router.core.choice.circuit_breaker import BreakerState, BreakerStep, CircuitBreaker, Ticket
-from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings
+from poolgrid.kernel.pool_grids.circuit_breaker import BreakerState, BreakerStep, CircuitBreaker, Ticket
+from poolgrid.kernel.pool_grids.grid_document import CircuitBreakerSettings
 from tests.examples import examples
 
 

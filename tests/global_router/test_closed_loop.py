@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.global_router.core.choice.closed_loop import CellKey, ClosedLoop, LoopStep, Spill, Verdict
-from poolgrid.global_router.core.choice.grid import Grid, GridRequest
-from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
+from poolgrid.kernel.pool_grids.closed_loop import CellKey, ClosedLoop, LoopStep, Spill, Verdict
+from poolgrid.kernel.pool_grids.grid import Grid, GridRequest
+from poolgrid.kernel.pool_grids.request_hints import RequestHints, Target
 from tests.examples import examples
 from tests.global_router.documents import disagg, document
 

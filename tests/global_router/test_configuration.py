@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.core.choice.grid import GridRequest
-from poolgrid.global_router.core.document.grid_document import TargetDefaults
-from poolgrid.global_router.core.document.history import Reload
-from poolgrid.global_router.document_file import read_document_file
+from poolgrid.kernel.pool_grids.grid import GridRequest
+from poolgrid.kernel.pool_grids.grid_document import TargetDefaults
+from poolgrid.server.global_router.configuration import Configuration
+from poolgrid.server.global_router.document.history import Reload
+from poolgrid.server.global_router.document_file import read_document_file
 from tests.clock import HandClock
 from tests.global_router.documents import aggregated, changed
 

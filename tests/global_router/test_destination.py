@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.global_router.core.choice.closed_loop import ClosedLoop, Spill
-from poolgrid.global_router.core.choice.destination import Destination, destination
-from poolgrid.global_router.core.choice.grid import PASSING, Candidate, Grid, GridRequest, PoolStanding, fallback_order
-from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
-from poolgrid.global_router.core.document.grid_document import GridStage
+from poolgrid.kernel.pool_grids.closed_loop import ClosedLoop, Spill
+from poolgrid.kernel.pool_grids.destination import Destination, destination
+from poolgrid.kernel.pool_grids.grid import PASSING, Candidate, Grid, GridRequest, PoolStanding, fallback_order
+from poolgrid.kernel.pool_grids.grid_document import GridStage
+from poolgrid.kernel.pool_grids.request_hints import RequestHints, Target
 from tests.global_router.documents import aggregated, document
 
 UP = PoolStanding.AVAILABLE

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.global_router.core.document.history import CHANGES_MAX, DocumentHistory, diff_documents
+from poolgrid.server.global_router.document.history import CHANGES_MAX, DocumentHistory, diff_documents
 from tests.global_router.documents import aggregated, changed, disagg, document, load
 
 

@@ -9,9 +9,9 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 
 from lab.website.configuration_page import description_cell
-from poolgrid.global_router.core.choice.grid import PoolStanding
-from poolgrid.global_router.http_api import add_global_router_endpoints
-from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.kernel.pool_grids.grid import PoolStanding
+from poolgrid.server.global_router.http_api import add_global_router_endpoints
+from poolgrid.server.global_router.settings import GlobalRouterSettings
 from tests.global_router.documents import ROOT, aggregated
 from tests.global_router.fake_fleet import FakeFleet
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.global_router.core.choice.grid import Grid, GridRequest
-from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints, Target
-from poolgrid.global_router.core.document.grid_document import GridDocumentError
-from poolgrid.global_router.core.document.history import document_text
-from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.kernel.pool_grids.grid import Grid, GridRequest
+from poolgrid.kernel.pool_grids.grid_document import GridDocumentError
+from poolgrid.kernel.pool_grids.request_hints import ExpectedOutput, RequestHints, Target
+from poolgrid.server.global_router.document.history import document_text
+from poolgrid.server.global_router.document.reader import load_document
 from tests.global_router.documents import (
     DYNAMO_DOCUMENTS,
     changed,

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from poolgrid.fleet_page.global_source import whole_leg
-from poolgrid.global_router.core.choice.request_hints import NO_HINTS, ExpectedOutput
-from poolgrid.global_router.decisions import RequestDecision
+from poolgrid.kernel.pool_grids.request_hints import NO_HINTS, ExpectedOutput
+from poolgrid.plugins.fleet_page.global_source import whole_leg
+from poolgrid.server.global_router.decisions import RequestDecision
 
 ARRIVED_MS = 1_700_000_000_000
 

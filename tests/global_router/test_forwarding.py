@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from poolgrid.inference import OUTPUT_LIMIT, InferenceRequest, Refused, StreamDelta
-from poolgrid.proxy.dispatch_reports import FIRST_OUTPUT
-from poolgrid.proxy.prompt_reading import UNLIMITED
-from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.wire.identifiers import Role, Stage, WorkerId, WorkerKey
-from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
+from poolgrid.kernel.requests.inference import OUTPUT_LIMIT, InferenceRequest, Refused, StreamDelta
+from poolgrid.kernel.requests.token_delivery import TokenDelivery
+from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerId, WorkerKey
+from poolgrid.kernel.wire.requests import FinishReason, RefusalKind, TokenDelta
+from poolgrid.server.proxy.dispatch_reports import FIRST_OUTPUT
+from poolgrid.server.proxy.prompt_reading import UNLIMITED
 from tests.global_router.documents import aggregated, changed, disagg
 from tests.global_router.fake_fleet import (
     FakeFleet,

@@ -15,11 +15,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.global_router.core.builder.pool_profiles import load_profiles
-from poolgrid.global_router.core.choice.grid import Grid, GridRequest
-from poolgrid.global_router.core.document.grid_document import GridDocumentError
-from poolgrid.global_router.core.document.history import document_text
-from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.kernel.pool_grids.grid import Grid, GridRequest
+from poolgrid.kernel.pool_grids.grid_document import GridDocumentError
+from poolgrid.plugins.grid_builder.pool_profiles import load_profiles
+from poolgrid.server.global_router.document.history import document_text
+from poolgrid.server.global_router.document.reader import load_document
 from tests.global_router.documents import (
     DYNAMO_DOCUMENTS,
     POOL_CONFIGS,

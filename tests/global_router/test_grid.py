@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.global_router.core.choice.grid import DEFAULT_SOURCE, MIDDLE_SOURCE, Grid, GridRequest
-from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints, Target
-from poolgrid.global_router.core.document.axis import AXIS, STEP_MIN, Axis, AxisName, cell_index
+from poolgrid.kernel.pool_grids.axis import AXIS, STEP_MIN, Axis, AxisName, cell_index
+from poolgrid.kernel.pool_grids.grid import DEFAULT_SOURCE, MIDDLE_SOURCE, Grid, GridRequest
+from poolgrid.kernel.pool_grids.request_hints import ExpectedOutput, RequestHints, Target
 from tests.global_router.documents import aggregated, disagg, document
 
 

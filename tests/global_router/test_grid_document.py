@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from poolgrid.global_router.core.document.grid_document import (
+from poolgrid.kernel.pool_grids.grid_document import (
     CELLS_MAX,
     DOCUMENT_BYTES_MAX,
     PROBLEMS_MAX,
     GridDocumentError,
 )
-from poolgrid.global_router.core.document.history import document_text
-from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.server.global_router.document.history import document_text
+from poolgrid.server.global_router.document.reader import load_document
 from tests.global_router.documents import (
     POOL_CONFIGS,
     ROOT,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, OutputLengths
-from poolgrid.global_router.core.document.grid_document import OutputLengthSettings
+from poolgrid.kernel.pool_grids.grid_document import OutputLengthSettings
+from poolgrid.kernel.pool_grids.request_hints import ExpectedOutput, OutputLengths
 
 SETTINGS = OutputLengthSettings(default_tokens=256, learn_after_requests=3, memory_requests=10)
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.global_router.core.builder.grid_builder import build_grid
-from poolgrid.global_router.core.builder.pool_profiles import LatencyTable, load_profiles
-from poolgrid.global_router.core.document.grid_document import GridDocumentError
-from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.workers.core.timing import PolynomialTiming
+from poolgrid.kernel.pool_grids.grid_document import GridDocumentError
+from poolgrid.plugins.grid_builder.grid_builder import build_grid
+from poolgrid.plugins.grid_builder.pool_profiles import LatencyTable, load_profiles
+from poolgrid.server.global_router.document.reader import load_document
+from poolgrid.server.global_router.metrics import GlobalRouterMetrics
+from poolgrid.server.workers.timing import PolynomialTiming
 from tests.global_router.documents import ROOT, changed
 
 EXAMPLE = ROOT / "pool_configs" / "profiles" / "two_by_two.profiles.json"

@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 import zmq
 
-from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
-from poolgrid.global_router.core.choice.grid import PoolStanding, choose_available, fallback_order
-from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings, GridStage
-from poolgrid.global_router.pools import PoolConnection, Pools, select_endpoint, state_for
-from poolgrid.global_router.router_link import PoolLost, PoolNetwork, RouterLink
-from poolgrid.process.clock import SystemClock
-from poolgrid.transport.zmq_socket import CallbackSocket
-from poolgrid.wire import codec
-from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.selection import (
+from poolgrid.kernel.pool_grids.circuit_breaker import BreakerState
+from poolgrid.kernel.pool_grids.grid import PoolStanding, choose_available, fallback_order
+from poolgrid.kernel.pool_grids.grid_document import CircuitBreakerSettings, GridStage
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.identifiers import Role, Stage
+from poolgrid.kernel.wire.selection import (
     AskStatus,
     PoolStatus,
     Probe,
@@ -32,6 +28,10 @@ from poolgrid.wire.selection import (
     ToPool,
     WorkerRank,
 )
+from poolgrid.server.global_router.pools import PoolConnection, Pools, select_endpoint, state_for
+from poolgrid.server.global_router.router_link import PoolLost, PoolNetwork, RouterLink
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.transport.zmq_socket import CallbackSocket
 from tests.global_router.documents import aggregated, changed, document
 from tests.global_router.fake_fleet import status, workers_of
 
@@ -251,7 +251,7 @@ def test_a_worker_that_is_reserved_as_its_asker_is_cancelled_is_released() -> No
 
 
 def test_a_question_that_was_given_up_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.global_router.router_link.LATE_ANSWER_MS", 30.0)
+    monkeypatch.setattr("poolgrid.server.global_router.router_link.LATE_ANSWER_MS", 30.0)
 
     async def scenario(made: Scene) -> None:
         await made.until(PoolStanding.AVAILABLE)

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
 from tests.global_router.documents import aggregated, disagg
 from tests.global_router.fake_fleet import (
     FakeFleet,

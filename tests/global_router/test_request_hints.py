@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.global_router.core.choice.request_hints import HintError, RequestHints, Target, read_hints
+from poolgrid.kernel.pool_grids.request_hints import HintError, RequestHints, Target, read_hints
 
 
 def test_targets_priority_and_length_are_read() -> None:

@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import pytest
 
-from poolgrid.global_router.service import PoolsView
-from poolgrid.inference import Refused, StreamDelta
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire.card import ChatSpec, MediaSpec
-from poolgrid.wire.hashing import unpack_hashes
-from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind
-from poolgrid.wire.selection import ModelStatus, PoolStatus, RoleStatus, SelectRefusal, SelectRefused, WorkerRank
+from poolgrid.kernel.requests.inference import Refused, StreamDelta
+from poolgrid.kernel.wire.card import ChatSpec, MediaSpec
+from poolgrid.kernel.wire.hashing import unpack_hashes
+from poolgrid.kernel.wire.identifiers import Role, Stage
+from poolgrid.kernel.wire.requests import FinishReason, Generate, RefusalKind
+from poolgrid.kernel.wire.selection import ModelStatus, PoolStatus, RoleStatus, SelectRefusal, SelectRefused, WorkerRank
+from poolgrid.server.global_router.service import PoolsView
+from poolgrid.server.process.clock import SystemClock
 from tests.global_router.documents import aggregated, changed, disagg
 from tests.global_router.fake_fleet import (
     FakeFleet,

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.global_router import bootstrap
-from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.process.lifecycle import GroupPlace
-from poolgrid.serving.router_process import RouterProcess
+from poolgrid.server.frontend.prompt_model import PromptModel
+from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.global_router import bootstrap
+from poolgrid.server.global_router.settings import GlobalRouterSettings
+from poolgrid.server.process.lifecycle import GroupPlace
+from poolgrid.server.serving.router_process import RouterProcess
 from tests.global_router.documents import disagg
 from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, load_once, refused_for_its_port
 

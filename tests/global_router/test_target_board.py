@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.global_router.core.choice.closed_loop import CellKey
-from poolgrid.global_router.core.choice.destination import Served
-from poolgrid.global_router.core.choice.grid import Grid, GridRequest, Selection
-from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
-from poolgrid.global_router.core.document.grid_document import GridDocument
-from poolgrid.global_router.metrics import LINES_MAX, TargetBoard
+from poolgrid.kernel.pool_grids.closed_loop import CellKey
+from poolgrid.kernel.pool_grids.destination import Served
+from poolgrid.kernel.pool_grids.grid import Grid, GridRequest, Selection
+from poolgrid.kernel.pool_grids.grid_document import GridDocument
+from poolgrid.kernel.pool_grids.request_hints import RequestHints, Target
+from poolgrid.server.global_router.metrics import LINES_MAX, TargetBoard
 from tests.global_router.documents import aggregated, disagg, document
 
 JUDGED = "poolgrid_global_router_target_judgements_total"

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from poolgrid.global_router.http_api import register_views
-from poolgrid.global_router.queue import ATTEMPTS_PER_LANE_MAX
-from poolgrid.inference import Refused
-from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.wire.identifiers import Role
-from poolgrid.wire.requests import Generate
-from poolgrid.wire.selection import SelectRefusal, SelectRefused
+from poolgrid.kernel.requests.inference import Refused
+from poolgrid.kernel.requests.token_delivery import TokenDelivery
+from poolgrid.kernel.wire.identifiers import Role
+from poolgrid.kernel.wire.requests import Generate
+from poolgrid.kernel.wire.selection import SelectRefusal, SelectRefused
+from poolgrid.server.global_router.http_api import register_views
+from poolgrid.server.global_router.queue import ATTEMPTS_PER_LANE_MAX
 from tests.global_router.documents import aggregated, changed, disagg
 from tests.global_router.fake_fleet import (
     FakeFleet,

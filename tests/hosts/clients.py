@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import httpx
 
-from poolgrid.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.hashing import pack_tokens
 from tests.e2e.expectation import expected_text
 from tests.hosts.verdict import Asked, Outcome
 

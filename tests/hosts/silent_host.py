@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.transport import zmq_socket
-from poolgrid.transport.dealer import Dealer, ZmqDealer, connect_dealer
-from poolgrid.transport.planes import PlaneContext, PlaneMetrics
+from poolgrid.server.transport import zmq_socket
+from poolgrid.server.transport.dealer import Dealer, ZmqDealer, connect_dealer
+from poolgrid.server.transport.planes import PlaneContext, PlaneMetrics
 from tests.hosts.network import is_inside, make_hosts, run_inside
 
 TIMEOUT_S = 30.0

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from poolgrid.http.guard import Guard
-from poolgrid.http.http_server import OPENED_AT_ONCE, WAITING_MAX, HttpServer
+from poolgrid.server.http.guard import Guard
+from poolgrid.server.http.http_server import OPENED_AT_ONCE, WAITING_MAX, HttpServer
 
 PATIENCE_S = 120.0
 BACKLOG = 2048
@@ -121,7 +121,7 @@ def test_nothing_is_made_for_connections_that_their_clients_have_reset() -> None
 
 def test_those_beyond_what_may_wait_here_are_opened_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert WAITING_MAX < BACKLOG
-    monkeypatch.setattr("poolgrid.http.http_server.WAITING_MAX", 6)
+    monkeypatch.setattr("poolgrid.server.http.http_server.WAITING_MAX", 6)
 
     async def test(door: Door) -> None:
         for _ in range(40):

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.http.guard import AnswerSource, Application, Guard, Receive, Scope, Send
-from poolgrid.http.http_server import HttpServer, open_server
-from poolgrid.http.http_settings import HttpLimits, ServerSettings
+from poolgrid.server.http.guard import AnswerSource, Application, Guard, Receive, Scope, Send
+from poolgrid.server.http.http_server import HttpServer, open_server
+from poolgrid.server.http.http_settings import HttpLimits, ServerSettings
 
 PATIENCE_S = 60.0
 

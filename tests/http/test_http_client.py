@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from poolgrid.http.http_client import (
+from poolgrid.server.http.http_client import (
     HEADERS_BYTES_MAX,
     ClientExchange,
     Connection,
@@ -17,7 +17,7 @@ from poolgrid.http.http_client import (
     HttpTarget,
     RequestFailed,
 )
-from poolgrid.process.clock import SystemClock
+from poolgrid.server.process.clock import SystemClock
 
 LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 TIMEOUT_S = 120.0

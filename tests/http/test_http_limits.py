@@ -21,19 +21,19 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
-from poolgrid.http import connections
-from poolgrid.http.connections import (
+from poolgrid.server.http import connections
+from poolgrid.server.http.connections import (
     OTHER_FILES,
     SAID_EVERY_S,
     HttpConnections,
     source_of,
 )
-from poolgrid.http.guard import Guard
-from poolgrid.http.http_server import STOOD_STILL_S, HttpServer
-from poolgrid.http.http_settings import HttpLimits, HttpSettings
-from poolgrid.http.request_framing import SLICE_BYTES, SLICE_PIECES, ChunkedBody
-from poolgrid.http.request_reader import RequestReader
-from poolgrid.transport.security import SecuritySettings, Tls
+from poolgrid.server.http.guard import Guard
+from poolgrid.server.http.http_server import STOOD_STILL_S, HttpServer
+from poolgrid.server.http.http_settings import HttpLimits, HttpSettings
+from poolgrid.server.http.request_framing import SLICE_BYTES, SLICE_PIECES, ChunkedBody
+from poolgrid.server.http.request_reader import RequestReader
+from poolgrid.server.transport.security import SecuritySettings, Tls
 from tests.http.test_http_protocol import Source
 
 T = TypeVar("T")
@@ -447,7 +447,7 @@ async def test_chunks_must_hold_more_than_what_is_around_them() -> None:
 
 
 def test_one_that_is_refused_amid_a_body_and_stays_is_cut(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.http.connections.LINGER_S", 0.05)
+    monkeypatch.setattr("poolgrid.server.http.connections.LINGER_S", 0.05)
 
     async def scenario() -> None:
         async with serving() as pair:

@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from poolgrid.http import http_server
-from poolgrid.http.guard import AnswerSource
-from poolgrid.http.http_server import HttpServer
-from poolgrid.http.http_settings import HttpLimits
+from poolgrid.server.http import http_server
+from poolgrid.server.http.guard import AnswerSource
+from poolgrid.server.http.http_server import HttpServer
+from poolgrid.server.http.http_settings import HttpLimits
 from tests.examples import examples
 
 

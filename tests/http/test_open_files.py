@@ -15,7 +15,7 @@ SERVER = """
 import asyncio, os, resource, sys
 files, others = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-from poolgrid.http.http_server import HttpServer
+from poolgrid.server.http.http_server import HttpServer
 
 async def application(scope, receive, send):
     if scope["path"] == "/slow":

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from poolgrid.global_router.bootstrap import discovery
-from poolgrid.process.clock import SystemClock
-from poolgrid.tools.engine_check.core.evidence import CheckProbe, ServerStatement
-from poolgrid.tools.engine_check.server import EngineServer
-from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
+from poolgrid.plugins.engine_check.core.evidence import CheckProbe, ServerStatement
+from poolgrid.plugins.engine_check.server import EngineServer
+from poolgrid.server.global_router.bootstrap import discovery
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.workers.engines.server.server_client import ServerClient, ServerError
 
 KEY = "sk-engine/0815-" + "x" * 40
 

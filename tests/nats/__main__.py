@@ -24,14 +24,14 @@ from pathlib import Path
 import httpx
 from click.testing import CliRunner
 
-from poolgrid.cli.main import app
-from poolgrid.nats.connection import NatsConnection
-from poolgrid.nats.jetstream import JetStreamJournal, StreamShape
-from poolgrid.nats.message import Outgoing, StreamUnavailable, empty_body
-from poolgrid.process.clock import SystemClock
-from poolgrid.process.nats_settings import EventPlaneSettings
-from poolgrid.tools.bench.command import measure_one
-from poolgrid.tools.bench.settings import BenchSettings
+from poolgrid.plugins.bench.command import measure_one
+from poolgrid.plugins.bench.settings import BenchSettings
+from poolgrid.plugins.nats.connection import NatsConnection
+from poolgrid.plugins.nats.jetstream import JetStreamJournal, StreamShape
+from poolgrid.plugins.nats.message import Outgoing, StreamUnavailable, empty_body
+from poolgrid.server.cli.main import app
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.process.nats_settings import EventPlaneSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import Verifier
 from tests.e2e.fleet import pools, running_fleet

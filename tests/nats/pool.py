@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 import httpx
 import psutil
 
-from poolgrid.nats.connection import NatsConnection
-from poolgrid.nats.leader import read_leader
-from poolgrid.process.clock import SystemClock
-from poolgrid.process.nats_settings import EventPlaneSettings
-from poolgrid.wire.ingest import Leader
+from poolgrid.kernel.wire.ingest import Leader
+from poolgrid.plugins.nats.connection import NatsConnection
+from poolgrid.plugins.nats.leader import read_leader
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.process.nats_settings import EventPlaneSettings
 from tests.e2e.processes import WAIT_TIMEOUT_S, Process, eventually
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from lab.benchmarks.fleet import free_port
-from poolgrid.process.leash import leashed
+from poolgrid.server.process.leash import leashed
 
 BINARY = next(
     (

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.nats.connection import NatsConnection
-from poolgrid.process.clock import SystemClock
-from poolgrid.process.nats_settings import EventPlaneSettings
+from poolgrid.plugins.nats.connection import NatsConnection
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.process.nats_settings import EventPlaneSettings
 from tests.nats.servers import BINARY, MISSING, NatsServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from poolgrid.discovery.settings import DiscoverySettings
-from poolgrid.nats.connection import NatsConnection
-from poolgrid.process.clock import SystemClock
-from poolgrid.process.tasks import cancel_all, owned
+from poolgrid.plugins.nats.connection import NatsConnection
+from poolgrid.server.discovery.settings import DiscoverySettings
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.process.tasks import cancel_all, owned
 
 pytest.importorskip("nats", reason="nats-py is not installed: the extra nats brings it")
 

@@ -10,17 +10,17 @@ from itertools import count, product
 
 import pytest
 
-from poolgrid.consolidator.journal.framing import JournalFenced
-from poolgrid.nats.connection import NatsConnection
-from poolgrid.nats.jetstream import JetStreamJournal, StreamShape, ThreadedStream
-from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
-from poolgrid.nats.leader import LeaderLease, read_leader
-from poolgrid.process.clock import SystemClock
-from poolgrid.process.nats_settings import EventPlaneSettings
-from poolgrid.process.tasks import wait_from_thread
-from poolgrid.wire import codec
-from poolgrid.wire.events import JournalRecord
-from poolgrid.wire.ingest import Leader
+from poolgrid.kernel.journal.framing import JournalFenced
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import JournalRecord
+from poolgrid.kernel.wire.ingest import Leader
+from poolgrid.plugins.nats.connection import NatsConnection
+from poolgrid.plugins.nats.jetstream import JetStreamJournal, StreamShape, ThreadedStream
+from poolgrid.plugins.nats.journal import StreamJournal, StreamJournalSettings
+from poolgrid.plugins.nats.leader import LeaderLease, read_leader
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.process.nats_settings import EventPlaneSettings
+from poolgrid.server.process.tasks import wait_from_thread
 from tests.clock import HandClock
 from tests.consolidator.journal_builder import encoded, facts_of, fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX, InStream

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from poolgrid.cli.router_client import url_of
-from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.discovery.discovery import Discovery
-from poolgrid.discovery.registry import DiscoveryUnavailable, Scope
-from poolgrid.discovery.settings import DiscoverySettings
-from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.nats.bucket import ANSWERS_MAX
-from poolgrid.nats.connection import NatsConnection, NatsMessage
-from poolgrid.nats.registrations import STREAM, SUBJECT, NatsRegistrations
-from poolgrid.process.clock import SystemClock
+from poolgrid.plugins.nats.bucket import ANSWERS_MAX
+from poolgrid.plugins.nats.connection import NatsConnection, NatsMessage
+from poolgrid.plugins.nats.registrations import STREAM, SUBJECT, NatsRegistrations
+from poolgrid.server.cli.router_client import url_of
+from poolgrid.server.consolidator.settings import ConsolidatorSettings
+from poolgrid.server.discovery.discovery import Discovery
+from poolgrid.server.discovery.registry import DiscoveryUnavailable, Scope
+from poolgrid.server.discovery.settings import DiscoverySettings
+from poolgrid.server.global_router.settings import GlobalRouterSettings
+from poolgrid.server.process.clock import SystemClock
 from tests.discovery.registrations import registration, seen
 from tests.discovery.waiting import HTTP, until, until_found
 from tests.nats.servers import BINARY, MISSING, NatsServer
@@ -114,7 +114,7 @@ async def test_a_command_finds_a_router_by_its_name(server: NatsServer, monkeypa
 async def test_more_entries_than_an_answer_takes_are_all_read(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poolgrid.nats.bucket.MESSAGES_PER_ANSWER", 3)
+    monkeypatch.setattr("poolgrid.plugins.nats.bucket.MESSAGES_PER_ANSWER", 3)
 
     names = names_on(server)
     await names.open()
@@ -133,7 +133,7 @@ async def test_more_entries_than_an_answer_takes_are_all_read(
 async def test_a_question_that_a_replica_which_is_gone_got_is_asked_again_soon(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poolgrid.nats.connection.ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr("poolgrid.plugins.nats.connection.ASK_AGAIN_S", 0.05)
 
     names = names_on(server)
     await names.open()

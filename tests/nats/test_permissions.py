@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.discovery.registry import DiscoveryUnavailable, Scope
-from poolgrid.discovery.settings import DiscoverySettings
-from poolgrid.nats.connection import NatsConnection
-from poolgrid.nats.jetstream import JetStreamJournal, StreamShape, ThreadedStream
-from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
-from poolgrid.nats.leader import LeaderLease, read_leader
-from poolgrid.nats.message import Outgoing, StreamUnavailable, empty_body
-from poolgrid.nats.registrations import NatsRegistrations
-from poolgrid.process.clock import SystemClock
-from poolgrid.process.nats_settings import EventPlaneSettings
+from poolgrid.plugins.nats.connection import NatsConnection
+from poolgrid.plugins.nats.jetstream import JetStreamJournal, StreamShape, ThreadedStream
+from poolgrid.plugins.nats.journal import StreamJournal, StreamJournalSettings
+from poolgrid.plugins.nats.leader import LeaderLease, read_leader
+from poolgrid.plugins.nats.message import Outgoing, StreamUnavailable, empty_body
+from poolgrid.plugins.nats.registrations import NatsRegistrations
+from poolgrid.server.discovery.registry import DiscoveryUnavailable, Scope
+from poolgrid.server.discovery.settings import DiscoverySettings
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.process.nats_settings import EventPlaneSettings
 from tests.clock import HandClock
 from tests.consolidator.journal_kinds import BLOCKS_MAX
 from tests.consolidator.journal_laws import fill, snapshot

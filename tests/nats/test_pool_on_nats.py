@@ -10,7 +10,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.cli.main import app
+from poolgrid.server.cli.main import app
 from tests.e2e.processes import Process, eventually, index_equals_workers, metric, pool_is_quiet, running_pool
 from tests.nats.pool import ask, kill_active_consolidator, leader, offset, publish, trouble
 from tests.nats.servers import BINARY, MISSING, NatsServer, one_server

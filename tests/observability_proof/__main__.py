@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from poolgrid.process.figures import counted
+from poolgrid.server.process.figures import counted
 from tests.e2e import processes
 from tests.observability_proof import verdicts
 from tests.observability_proof.drills import DRILLS, Fired, hold, waiting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest, lowest
+from poolgrid.kernel.decision.policy import Candidates, Choice, RoutingRequest, lowest
 
 
 class CacheAlone:

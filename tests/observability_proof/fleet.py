@@ -25,7 +25,7 @@ import trustme
 import zmq
 from click.testing import CliRunner
 
-from poolgrid.cli.main import app
+from poolgrid.server.cli.main import app
 from tests.consolidator.publisher_process import Publisher
 from tests.e2e.processes import Process
 from tests.endpoint_picker.gateway import Gateway, running_gateway

@@ -23,9 +23,9 @@ import zmq.asyncio
 from click.testing import CliRunner
 
 from lab.benchmarks.fleet import free_port
-from poolgrid.cli.main import app
-from poolgrid.diagnosis.rules import Cause
-from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.cli.main import app
+from poolgrid.server.diagnosis.rules import Cause
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.processes import Process, eventually
 from tests.endpoint_picker.gateway import Gateway, running_gateway
 from tests.fakes.engine_server.cache import PagedCache, Running

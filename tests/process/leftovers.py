@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.server.frontend.prompt_model import PromptModel
 
 PATIENCE_S = 120.0
 """How long threads may take to end."""

@@ -8,12 +8,18 @@ import sys
 
 import pytest
 
-from poolgrid.process.allocation import ATTEMPTS, GROWTH_BYTES, TRIM_INTERVAL_S, TrimSchedule, return_large_blocks
+from poolgrid.server.process.allocation import (
+    ATTEMPTS,
+    GROWTH_BYTES,
+    TRIM_INTERVAL_S,
+    TrimSchedule,
+    return_large_blocks,
+)
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from poolgrid.process.allocation import return_large_blocks
+from poolgrid.server.process.allocation import return_large_blocks
 
 def resident_mb():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
@@ -50,8 +56,8 @@ def test_what_the_operator_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 IN_PIECES = """
 import sys
-from poolgrid.process import allocation
-from poolgrid.process.allocation import keep_heap_trimmed
+from poolgrid.server.process import allocation
+from poolgrid.server.process.allocation import keep_heap_trimmed
 from pathlib import Path
 
 def resident_mb():

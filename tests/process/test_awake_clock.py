@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.process.clock import AwakeClock, AwakeTime, SystemClock, within
+from poolgrid.server.process.clock import AwakeClock, AwakeTime, SystemClock, within
 from tests.clock import HandClock
 
 GAP_MS = 100.0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.http.browser_requests import HOSTS_KEPT_MAX, AllowedHosts, foreign_origin, is_preflight, is_unasked
+from poolgrid.server.http.browser_requests import HOSTS_KEPT_MAX, AllowedHosts, foreign_origin, is_preflight, is_unasked
 
 
 @pytest.mark.parametrize(

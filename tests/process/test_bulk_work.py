@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from poolgrid.process.tasks import SLICE_MS, BulkWork, owned
+from poolgrid.server.process.tasks import SLICE_MS, BulkWork, owned
 from tests.clock import HandClock
 
 

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.frontend.media.loader import MediaCache
-from poolgrid.frontend.tokenization import SegmentCache
-from poolgrid.inference import WHOLE, CacheShares, InferenceRequest
-from poolgrid.process.caches import BudgetedLru, TenantCaches
-from poolgrid.process.clock import SystemClock
-from poolgrid.serving.prompt_paths import TenantPaths
-from poolgrid.wire.hashing import hash_seed
-from poolgrid.wire.multimodal import MediaItem, MediaKind
-from poolgrid.wire.requests import Sampling
+from poolgrid.kernel.requests.inference import WHOLE, CacheShares, InferenceRequest
+from poolgrid.kernel.wire.hashing import hash_seed
+from poolgrid.kernel.wire.multimodal import MediaItem, MediaKind
+from poolgrid.kernel.wire.requests import Sampling
+from poolgrid.server.frontend.media.loader import MediaCache
+from poolgrid.server.frontend.tokenization import SegmentCache
+from poolgrid.server.process.caches import BudgetedLru, TenantCaches
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.serving.prompt_paths import TenantPaths
 
 SHARES = CacheShares(3, 1)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 
-from poolgrid.process import instruments
+from poolgrid.server.process import instruments
 
 
 def counters(kind: Any, registry: CollectorRegistry) -> None:

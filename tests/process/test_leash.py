@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 import psutil
 import pytest
 
-from poolgrid.process.leash import NOT_STARTED, leashed
+from poolgrid.server.process.leash import NOT_STARTED, leashed
 
 PATIENCE_S = 120.0
 
@@ -49,7 +49,7 @@ def test_the_command_hears_what_it_is_asked() -> None:
 def test_a_command_that_is_asked_before_it_runs_ends() -> None:
     """A worker may be stopped the moment after it has started its server: then a fork of the leash hears of it."""
     asked = (
-        "import os, signal, sys; from poolgrid.process import leash; fork = os.fork\n"
+        "import os, signal, sys; from poolgrid.server.process import leash; fork = os.fork\n"
         "def forked():\n"
         "    child = fork()\n"
         "    if not child: os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.process.log_lines import (
+from poolgrid.server.process.log_lines import (
     FIELD_CHARS_MAX,
     PEERS_MAX,
     PERIOD_MS,
@@ -27,7 +27,7 @@ from poolgrid.process.log_lines import (
     one_line,
     shown_peer,
 )
-from poolgrid.process.logs import (
+from poolgrid.server.process.logs import (
     EVERY_LINE,
     LINES_PER_PERIOD,
     NAMED_MAX,
@@ -226,7 +226,7 @@ def root() -> Iterator[logging.Logger]:
     """The root logger, which is as it was afterwards."""
     found = logging.getLogger()
     before, level = found.handlers[:], found.level
-    named = ("poolgrid.router", "starlette", "httpx", "httpcore")
+    named = ("poolgrid.server.router", "starlette", "httpx", "httpcore")
     levels = {name: logging.getLogger(name).level for name in named}
     yield found
     found.handlers[:] = before
@@ -250,7 +250,7 @@ def _written(words: str, *arguments: object, fields: dict[str, Field] | None = N
     stream = io.StringIO()
     handler = BoundedHandler(stream)
     handler.setFormatter(JsonFormatter("w1", {"worker": "w1"} if fields is None else fields))
-    logger = logging.Logger("poolgrid.workers.service")
+    logger = logging.Logger("poolgrid.server.workers.service")
     logger.addHandler(handler)
     logger.error(words, *arguments, **extra)
     [line] = stream.getvalue().split("\n")[:-1]
@@ -265,7 +265,7 @@ def test_a_line_for_machines_is_an_object_with_what_it_is_about_as_fields() -> N
     assert line == {
         "level": "error",
         "process": "w1",
-        "logger": "poolgrid.workers.service",
+        "logger": "poolgrid.server.workers.service",
         "message": "it failed",
         "worker": "w1",
         "request_id": "r-1",
@@ -336,11 +336,11 @@ def test_levels_are_of_all_and_of_those_that_are_named() -> None:
     assert read_levels("debug") == ("debug", {})
     assert read_levels("Warning, router=debug,starlette.routing = info") == (
         "warning",
-        {"poolgrid.router": "debug", "starlette.routing": "info"},
+        {"poolgrid.server.router": "debug", "starlette.routing": "info"},
     )
-    assert read_levels("poolgrid.serving.links=debug,poolgrid=error", "warning") == (
+    assert read_levels("poolgrid.server.serving.links=debug,poolgrid=error", "warning") == (
         "warning",
-        {"poolgrid.serving.links": "debug", "poolgrid": "error"},
+        {"poolgrid.server.serving.links": "debug", "poolgrid": "error"},
     )
 
 
@@ -374,14 +374,14 @@ def test_a_named_logger_has_its_own_level_and_clients_addresses_are_in_no_log(
     root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure("router", "debug,router=error")
-    for name in ("poolgrid.router.service", "poolgrid.serving.legs", "httpx", "httpcore.http11"):
+    for name in ("poolgrid.server.router.service", "poolgrid.kernel.requests.legs", "httpx", "httpcore.http11"):
         logging.getLogger(name).info("from %s", name)
         logging.getLogger(name).error("error of %s", name)
     said = [line.partition(" router ")[2] for line in capsys.readouterr().err.splitlines()]
     assert said == [
-        "ERROR error of poolgrid.router.service",
-        "INFO from poolgrid.serving.legs",
-        "ERROR error of poolgrid.serving.legs",
+        "ERROR error of poolgrid.server.router.service",
+        "INFO from poolgrid.kernel.requests.legs",
+        "ERROR error of poolgrid.kernel.requests.legs",
         "ERROR error of httpx",
         "ERROR error of httpcore.http11",
     ]

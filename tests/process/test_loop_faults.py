@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.process import lifecycle
-from poolgrid.process.lifecycle import OF_ONE_CONNECTION, LoopMetrics, TaskFailed
+from poolgrid.server.process import lifecycle
+from poolgrid.server.process.lifecycle import OF_ONE_CONNECTION, LoopMetrics, TaskFailed
 
 
 def raising(module: str, error: Exception) -> Callable[..., None]:
@@ -61,7 +61,7 @@ def test_an_exception_in_any_callback_of_ours_ends_the_process(way: int, caplog:
     async def main(stop: asyncio.Event) -> None:
         registry = CollectorRegistry()
         LoopMetrics(registry)
-        callback = raising("poolgrid.router.feeds", RuntimeError("injected"))
+        callback = raising("poolgrid.server.router.feeds", RuntimeError("injected"))
         ways(callback)[way](asyncio.get_running_loop())
         async with asyncio.timeout(120):
             await stop.wait()
@@ -78,7 +78,7 @@ def test_an_exception_in_any_callback_of_ours_ends_the_process(way: int, caplog:
     ("module", "error"),
     [
         *((module, ValueError("injected")) for module in sorted(OF_ONE_CONNECTION)),
-        ("poolgrid.http.http_server", ConnectionAbortedError("injected")),
+        ("poolgrid.server.http.http_server", ConnectionAbortedError("injected")),
         ("httpx._client", ValueError("injected")),
     ],
 )

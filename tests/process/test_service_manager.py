@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.process.service_manager import ServiceManager
+from poolgrid.server.process.service_manager import ServiceManager
 from tests.e2e.processes import Process
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from poolgrid.process import lifecycle
-from poolgrid.process.tasks import (
+from poolgrid.server.process import lifecycle
+from poolgrid.server.process.tasks import (
     Restart,
     cancel_all,
     detached,

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from poolgrid.process.figures import UNKNOWN, counted, milliseconds, number, percent, plural, size
-from poolgrid.process.terminal_table import PIPED_COLUMNS, Heading, TerminalTable, terminal
+from poolgrid.server.process.figures import UNKNOWN, counted, milliseconds, number, percent, plural, size
+from poolgrid.server.process.terminal_table import PIPED_COLUMNS, Heading, TerminalTable, terminal
 
 POD = "trtllm-decode-6f9c7d5b44-x2x9q.inference.svc.cluster.local/3"
 

@@ -14,12 +14,12 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind as OtelKind
 from opentelemetry.trace import StatusCode
 
-from poolgrid.process.tracing.otel import OtelSink
-from poolgrid.process.tracing.record import EVENTS_MAX, SPANS_MAX, SpanKind, TraceRecord
-from poolgrid.process.tracing.settings import Sampler, TraceSampling, TraceSettings, trace_target
-from poolgrid.process.tracing.tracing import Tracing
-from poolgrid.wire.limits import TRACE_STATE_CHARS_MAX
-from poolgrid.wire.trace_context import TraceContext, TracePlace
+from poolgrid.kernel.requests.trace_record import EVENTS_MAX, SPANS_MAX, SpanKind, TraceRecord
+from poolgrid.kernel.wire.limits import TRACE_STATE_CHARS_MAX
+from poolgrid.kernel.wire.trace_context import TraceContext, TracePlace
+from poolgrid.server.process.tracing.otel import OtelSink
+from poolgrid.server.process.tracing.settings import Sampler, TraceSampling, TraceSettings, trace_target
+from poolgrid.server.process.tracing.tracing import Tracing
 from tests.clock import HandClock
 
 CALLER = TracePlace(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0xF067AA0BA902B7, 1)

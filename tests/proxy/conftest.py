@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.processes import PATIENT, Process
 from tests.proxy.pool import POOLS, SERVER_KEY, TWO_POOLS, ScriptedPool
 from tests.proxy.scripted_server import ScriptedServer

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.proxy.scripted_server import LAST_CHUNK, Call, chunk, stream_head, whole
 
 TOKENIZER: Final = Tokenizer.from_file(str(TINY_MODEL_PATH / "tokenizer.json"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.processes import becomes, metric
 from tests.forwarding.answer_streams import DONE, FORMS, Unit, chat, event, folded, renamed
 from tests.proxy.pool import ScriptedPool

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.processes import PATIENT, Process, becomes, metric, ready_workers
 from tests.proxy.id_engine import packed, prompt_of
 from tests.proxy.raw_client import CHAT, RawClient

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from poolgrid.proxy.forward_server import ForwardServer
-from poolgrid.proxy.server_connection import AnswerFailed, ServerConnection
+from poolgrid.server.proxy.forward_server import ForwardServer
+from poolgrid.server.proxy.server_connection import AnswerFailed, ServerConnection
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
 PATIENCE_S = 30.0

@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.expectation import MODEL, expected_text
 from tests.e2e.fleet import pools
 from tests.e2e.processes import PATIENT, Process, becomes, metric, ready_workers

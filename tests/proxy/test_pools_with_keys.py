@@ -13,10 +13,10 @@ import httpx
 import msgspec
 import pytest
 
-from poolgrid.frontend.access import key_file
-from poolgrid.frontend.access.key_file import Key, Tenant, cache_salt
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.wire.sessions import tenant_key
+from poolgrid.kernel.wire.sessions import tenant_key
+from poolgrid.server.frontend.access import key_file
+from poolgrid.server.frontend.access.key_file import Key, Tenant, cache_salt
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.processes import PATIENT, Process, becomes
 from tests.proxy.pool import POOLS, SERVER_KEY, TWO_POOLS
 from tests.proxy.raw_client import CHAT, Answer, RawClient, chat_body

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.forwarding.prompt_ids import IDS_MIN, PROOFS
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.proxy.withheld_answer import CUT_BYTES_MAX
+from poolgrid.server.forwarding.prompt_ids import IDS_MIN, PROOFS
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.proxy.withheld_answer import CUT_BYTES_MAX
 from tests.e2e.processes import PATIENT, Process, becomes, metric, ready_workers
 from tests.proxy.id_engine import IdEngine, answer_of, packed, prompt_of
 from tests.proxy.raw_client import CHAT, Answer, RawClient

@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import pytest
 
-from poolgrid.frontend.access import key_file
+from poolgrid.server.frontend.access import key_file
 from tests.e2e.processes import becomes
 from tests.proxy.pool import ScriptedPool
 from tests.proxy.raw_client import CHAT, Answer, chat_body

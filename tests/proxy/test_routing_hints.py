@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.global_router.core.choice.request_hints import HintError, read_hints
-from poolgrid.inference import OUTPUT_LIMIT, InferenceRequest
-from poolgrid.proxy.prompt_reading import UNLIMITED, members_of
-from poolgrid.proxy.routing_hints import tell_hints
+from poolgrid.kernel.pool_grids.request_hints import HintError, read_hints
+from poolgrid.kernel.requests.inference import OUTPUT_LIMIT, InferenceRequest
+from poolgrid.server.proxy.prompt_reading import UNLIMITED, members_of
+from poolgrid.server.proxy.routing_hints import tell_hints
 
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),

@@ -6,10 +6,16 @@ import asyncio
 
 import pytest
 
-from poolgrid.proxy.chunks import payloads
-from poolgrid.proxy.collector import look_up
-from poolgrid.proxy.forward_server import ForwardServer
-from poolgrid.proxy.server_connection import SLICE_BREAKS, SLICE_BYTES, AnswerFailed, HeaderList, ServerConnection
+from poolgrid.server.proxy.chunks import payloads
+from poolgrid.server.proxy.collector import look_up
+from poolgrid.server.proxy.forward_server import ForwardServer
+from poolgrid.server.proxy.server_connection import (
+    SLICE_BREAKS,
+    SLICE_BYTES,
+    AnswerFailed,
+    HeaderList,
+    ServerConnection,
+)
 
 TIMEOUT_S = 60.0
 GREETINGS = {

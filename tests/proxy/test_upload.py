@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from poolgrid.frontend.access.tenants import Caller
-from poolgrid.frontend.errors import RequestError
-from poolgrid.http.guard import Guard
-from poolgrid.inference import Refused
-from poolgrid.proxy.server_connection import ServerConnection
-from poolgrid.proxy.upload import HELD_BYTES_MAX, Upload
+from poolgrid.kernel.requests.inference import Refused
+from poolgrid.server.frontend.access.tenants import Caller
+from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.http.guard import Guard
+from poolgrid.server.proxy.server_connection import ServerConnection
+from poolgrid.server.proxy.upload import HELD_BYTES_MAX, Upload
 
 BOUNDARY = b"x"
 END = b"\r\n--x--\r\n"

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from poolgrid.proxy.upload import HELD_BYTES_MAX
+from poolgrid.server.proxy.upload import HELD_BYTES_MAX
 from tests.e2e.processes import becomes, metric
 from tests.proxy.pool import GROWTH_BYTES_MAX, ScriptedPool
 from tests.proxy.raw_client import RawClient

@@ -20,7 +20,7 @@ import openai
 import psutil
 
 from lab.benchmarks.fleet import free_port
-from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+from poolgrid.kernel.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
 from tests.e2e.processes import Process, eventually
 from tests.real_vllm.pool import Asked, Pool
 from tests.real_vllm.servers import ARGUMENTS, BLOCK_SIZE, START_TIMEOUT_S, environment, held_at

@@ -15,14 +15,14 @@ import httpx
 import msgspec
 import zmq
 
-from poolgrid.kv_events.pub import decode_pub
-from poolgrid.kv_events.translation import EngineTranslator
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.wire.events import JournalRecord, WorkerJoined
-from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.kv_events.pub import decode_pub
+from poolgrid.kernel.kv_events.translation import EngineTranslator
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.wire.events import JournalRecord, WorkerJoined
+from poolgrid.kernel.wire.hashing import block_hashes, pack_tokens, sequence_hashes
+from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
 from tests.real_vllm.servers import BLOCK_SIZE, MODEL, VllmServer, make_model
 from tests.router.fleet_builder import make_card
 

@@ -22,8 +22,8 @@ import msgspec
 import zmq
 
 from lab.benchmarks.fleet import free_port
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+from poolgrid.kernel.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 
 START_TIMEOUT_S = 600.0
 """A minute on an idle machine; imports alone take five on a busy one."""

@@ -7,17 +7,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import Policy
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Projection
-from poolgrid.router.core.selector import NoWorker, PolicyFailed, Selector
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import AnyEvent, BlocksStored, JournalRecord, WorkerJoined
-from poolgrid.wire.feed import WorkerState
-from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import Role, Tier, WorkerId, WorkerKey
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.decision.policy import Policy
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import LOAD_STEP_BLOCKS, Projection
+from poolgrid.kernel.routing.selector import NoWorker, PolicyFailed, Selector
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.events import AnyEvent, BlocksStored, JournalRecord, WorkerJoined
+from poolgrid.kernel.wire.feed import WorkerState
+from poolgrid.kernel.wire.hashing import pack_hashes
+from poolgrid.kernel.wire.identifiers import Role, Tier, WorkerId, WorkerKey
 
 BLOCK_SIZE = 16
 

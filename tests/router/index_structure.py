@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TypeVar
 
-from poolgrid.consolidator.core.sharded_map import ShardedMap
-from poolgrid.router.core.prefix_index import HASHES_END, PrefixIndex
-from poolgrid.router.core.run_forest import Run
-from poolgrid.router.core.run_map import RUN_BLOCKS_MAX
-from poolgrid.wire.feed import BlockChain
-from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import Tier, WorkerKey
+from poolgrid.kernel.index.prefix_index import HASHES_END, PrefixIndex
+from poolgrid.kernel.index.run_forest import Run
+from poolgrid.kernel.index.run_map import RUN_BLOCKS_MAX
+from poolgrid.kernel.index.sharded_map import ShardedMap
+from poolgrid.kernel.wire.feed import BlockChain
+from poolgrid.kernel.wire.hashing import pack_hashes
+from poolgrid.kernel.wire.identifiers import Tier, WorkerKey
 
 V = TypeVar("V")
 

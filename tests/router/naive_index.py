@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from poolgrid.wire.identifiers import Tier, WorkerKey
+from poolgrid.kernel.wire.identifiers import Tier, WorkerKey
 
 
 class NaiveIndex:

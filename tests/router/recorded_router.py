@@ -9,11 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.process.settings import with_constants
-from poolgrid.router.choosing import CROWDED
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.inputs import (
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.routing.inputs import (
     Booked,
     Expired,
     RecordsArrived,
@@ -23,14 +21,8 @@ from poolgrid.router.core.inputs import (
     TurnOffered,
     WorkerWanted,
 )
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
-from poolgrid.router.decision_journal.recorder import QUEUE_LIMIT, DecisionRecorder, DecisionSegments, settings_noted
-from poolgrid.router.decision_journal.replay import DecisionReplay, ReplayOutcome
-from poolgrid.router.policy_loading import make_state
-from poolgrid.router.settings import RouterSettings
-from poolgrid.wire import codec
-from poolgrid.wire.events import (
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksRemoved,
     JournalRecord,
@@ -42,8 +34,21 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.kernel.wire.hashing import pack_hashes
+from poolgrid.kernel.wire.identifiers import WorkerKey
+from poolgrid.server.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.server.process.settings import with_constants
+from poolgrid.server.router.choosing import CROWDED
+from poolgrid.server.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
+from poolgrid.server.router.decision_journal.recorder import (
+    QUEUE_LIMIT,
+    DecisionRecorder,
+    DecisionSegments,
+    settings_noted,
+)
+from poolgrid.server.router.decision_journal.replay import DecisionReplay, ReplayOutcome
+from poolgrid.server.router.policy_loading import make_state
+from poolgrid.server.router.settings import RouterSettings
 from tests.clock import HandClock
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import BLOCK_SIZE, make_card, stored, worker_key

@@ -11,25 +11,18 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.ports import PoolListener
-from poolgrid.inference import InferenceRequest, Refused
-from poolgrid.process.clock import SystemClock
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.router.service import RouterService
-from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.links import link_opener
-from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.transport.zmq_socket import CallbackSocket
-from poolgrid.wire import codec
-from poolgrid.wire.feed import WorkerState
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.requests import (
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.journal.ports import PoolListener
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.requests.inference import InferenceRequest, Refused
+from poolgrid.kernel.requests.token_delivery import TokenDelivery
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.feed import WorkerState
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.requests import (
     Cancel,
     FinishReason,
     Generate,
@@ -40,6 +33,13 @@ from poolgrid.wire.requests import (
     TokenBatch,
     TokenDelta,
 )
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.router.metrics import RouterMetrics
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.router.service import RouterService
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.serving.links import link_opener
+from poolgrid.server.transport.zmq_socket import CallbackSocket
 from tests.router.fleet_builder import make_card
 from tests.router.test_service import ToldFeed
 

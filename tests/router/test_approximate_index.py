@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.projection.approximate_index import ApproximateIndex
 from tests.router.fleet_builder import worker_key
 
 WORKERS = [worker_key(name) for name in "abc"]

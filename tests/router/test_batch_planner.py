@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from poolgrid.router.core.batch_planner import BatchedRequest, WaitingPrompts, divide, plan
-from poolgrid.router.core.engine_times import StepCurve
-from poolgrid.router.core.policy import RoutingRequest
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.routing.batch_planner import BatchedRequest, WaitingPrompts, divide, plan
+from poolgrid.kernel.routing.engine_times import StepCurve
 
 STEP_TOKENS = 8192
 

@@ -8,12 +8,12 @@ from collections import deque
 
 import pytest
 
-from poolgrid.router.core.block_locator import (
+from poolgrid.kernel.index.block_locator import (
     FRESH_ENTRIES,
     GONE_SPARED,
     BlockLocator,
 )
-from poolgrid.router.core.run_forest import Run
+from poolgrid.kernel.index.run_forest import Run
 
 
 def random_blocks(randomness: random.Random, count: int) -> array[int]:

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import pytest
 
-from poolgrid.router.core.block_map import TABLES, BlockMap
-from poolgrid.router.core.prefix_index import FIRST_DEPTH, PrefixIndex
-from poolgrid.router.core.run_forest import Run
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.kernel.index.block_map import TABLES, BlockMap
+from poolgrid.kernel.index.prefix_index import FIRST_DEPTH, PrefixIndex
+from poolgrid.kernel.index.run_forest import Run
+from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
 from tests.router.index_structure import assert_sound, assert_sound_map
 
 WORKER = WorkerKey(WorkerId("w"))

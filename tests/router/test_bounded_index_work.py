@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.consolidator.core import sharded_map
-from poolgrid.router.core import (
+from poolgrid.kernel.index import (
     block_locator,
     block_map,
     intrusive_lru,
@@ -20,9 +19,10 @@ from poolgrid.router.core import (
     prefix_index,
     run_forest,
     run_map,
+    sharded_map,
 )
-from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
-from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
+from poolgrid.kernel.index.prefix_index import BYTES_PER_BLOCK, PrefixIndex
+from poolgrid.kernel.wire.identifiers import Tier, WorkerId, WorkerKey
 from tests.counted_lines import CountedLines
 from tests.router.index_structure import assert_sound
 

@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.core.stream_health import PROMPTS_MAX, SAME_BEGINNING_MAX, ComputedPrompts
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.wire.events import (
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.projection.approximate_index import ApproximateIndex
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.projection.stream_health import PROMPTS_MAX, SAME_BEGINNING_MAX, ComputedPrompts
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire.events import (
     CacheCleared,
     PrefillCompleted,
     RequestFinished,
@@ -25,8 +24,9 @@ from poolgrid.wire.events import (
     StreamStateChanged,
     WorkerLeft,
 )
-from poolgrid.wire.hashing import sequence_hashes
-from poolgrid.wire.identifiers import Role, StreamState, WorkerKey
+from poolgrid.kernel.wire.hashing import sequence_hashes
+from poolgrid.kernel.wire.identifiers import Role, StreamState, WorkerKey
+from poolgrid.server.router.policy_loading import make_policy
 from tests.examples import examples
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, stored, worker_key
 from tests.router.test_selector import PATH, request
@@ -93,7 +93,7 @@ def test_who_asks_again_before_any_event_goes_where_the_prompt_was_computed(
     few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not few:
-        monkeypatch.setattr("poolgrid.router.core.worker_groups.FEW_CANDIDATES", 0)
+        monkeypatch.setattr("poolgrid.kernel.routing.worker_groups.FEW_CANDIDATES", 0)
     pool = Pool()
     pool.join("a", "b", "c", "d")
     selector, trust = pool.selector(KvAware()), pool.projection.trust

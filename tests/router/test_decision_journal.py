@@ -9,19 +9,25 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.consolidator.journal.framing import FILE_HEADER, JournalCorrupt, frame, payload_at, scan
-from poolgrid.consolidator.journal.inspection import state_at
-from poolgrid.consolidator.journal.stored_records import offset_of
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.router.decision_journal.entries import Checkpoint, DecisionMade, InputsLost, RouterSettingsNoted, encoder
-from poolgrid.router.decision_journal.reader import StoredEntry, decisions_about, stored_entries
-from poolgrid.router.decision_journal.recorder import BELIEFS_SHARE
-from poolgrid.router.decision_journal.traffic import read_recording
-from poolgrid.wire.events import StreamStateChanged
-from poolgrid.wire.hashing import unpack_hashes
-from poolgrid.wire.identifiers import StreamState
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.journal.framing import FILE_HEADER, JournalCorrupt, frame, payload_at, scan
+from poolgrid.kernel.journal.stored_records import offset_of
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.wire.events import StreamStateChanged
+from poolgrid.kernel.wire.hashing import unpack_hashes
+from poolgrid.kernel.wire.identifiers import StreamState
+from poolgrid.server.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.server.consolidator.journal.inspection import state_at
+from poolgrid.server.router.decision_journal.entries import (
+    Checkpoint,
+    DecisionMade,
+    InputsLost,
+    RouterSettingsNoted,
+    encoder,
+)
+from poolgrid.server.router.decision_journal.reader import StoredEntry, decisions_about, stored_entries
+from poolgrid.server.router.decision_journal.recorder import BELIEFS_SHARE
+from poolgrid.server.router.decision_journal.traffic import read_recording
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import decided, worker_key
 from tests.router.recorded_router import BLOCKS_MAX, NAMES, WAITED_MS, RecordedRouter, written

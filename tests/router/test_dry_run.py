@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.process.clock import SystemClock
-from poolgrid.router.http_api import add_route_endpoint, add_router_endpoints
+from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.router.http_api import add_route_endpoint, add_router_endpoints
 from tests.frontend.server import application, in_process
 from tests.router.test_service import routed
 

@@ -9,18 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.http.client_address import client_address
-from poolgrid.inference import InferenceRequest, StreamDelta
-from poolgrid.router.core.engine_backlog import BACKLOG_MS
-from poolgrid.router.core.engine_times import card_prompt_ms
-from poolgrid.router.core.lane_placer import MISSES_MAX, LanePlacer, Tried
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.serving.fair_queue import FairQueue, QueuedRequest
-from poolgrid.wire.card import WorkerLimits
-from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
-from poolgrid.wire.requests import Sampling
+from poolgrid.kernel.requests.inference import InferenceRequest, StreamDelta
+from poolgrid.kernel.routing.engine_backlog import BACKLOG_MS
+from poolgrid.kernel.routing.engine_times import card_prompt_ms
+from poolgrid.kernel.wire.card import WorkerLimits
+from poolgrid.kernel.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.kernel.wire.requests import Sampling
+from poolgrid.server.http.client_address import client_address
+from poolgrid.server.router.lane_placer import MISSES_MAX, LanePlacer, Tried
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.serving.fair_queue import FairQueue, QueuedRequest
 from tests.frontend.inference_requests import like
 from tests.router.test_held_requests import end, settled, submit
 from tests.router.test_service import Routed, card, routed

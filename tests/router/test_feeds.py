@@ -8,13 +8,13 @@ import pytest
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.bootstrap import create
-from poolgrid.consolidator.core.feed_reader import LoadingTable
-from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.process.clock import SystemClock
-from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
-from poolgrid.wire import codec
-from poolgrid.wire.ingest import LOADING_FRAME, LOADING_WORKERS_MAX, LoadingWorker
+from poolgrid.kernel.consolidation.feed_reader import LoadingTable
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.ingest import LOADING_FRAME, LOADING_WORKERS_MAX, LoadingWorker
+from poolgrid.server.consolidator.bootstrap import create
+from poolgrid.server.consolidator.settings import ConsolidatorSettings
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from tests.consolidator.pusher import pusher_at
 from tests.consolidator.test_service import Reader, truth
 from tests.router.fleet_builder import stored

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from poolgrid.fleet_page.conversations import Conversations
-from poolgrid.router.core.policy import RoutingRequest
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.plugins.fleet_page.conversations import Conversations
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, stored
 
 SYSTEM = [1, 2, 3]

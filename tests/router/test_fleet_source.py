@@ -9,20 +9,20 @@ from typing import Any, cast
 
 import pytest
 
-from poolgrid.fleet_page.hub import Picture
-from poolgrid.fleet_page.router_source import COLUMNS, RouterFleetSource
-from poolgrid.fleet_page.router_watch import FleetWatch, ServedSeconds
-from poolgrid.frontend.metrics import SERVED_COLUMNS
-from poolgrid.process.clock import SystemClock
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.fleet import Fleet, chat_of, media_of
-from poolgrid.router.core.inputs import Booked, Input, RecordsArrived
-from poolgrid.router.core.router_state import InputLog
-from poolgrid.router.core.working_set import Admission
-from poolgrid.router.settings import RouterSettings
-from poolgrid.wire.card import ChatSpec, MediaSpec
-from poolgrid.wire.events import RequestFinished, WorkerDraining
-from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.projection.fleet import Fleet, chat_of, media_of
+from poolgrid.kernel.routing.inputs import Booked, Input, RecordsArrived
+from poolgrid.kernel.routing.router_state import InputLog
+from poolgrid.kernel.routing.working_set import Admission
+from poolgrid.kernel.wire.card import ChatSpec, MediaSpec
+from poolgrid.kernel.wire.events import RequestFinished, WorkerDraining
+from poolgrid.kernel.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.plugins.fleet_page.hub import Picture
+from poolgrid.plugins.fleet_page.router_source import COLUMNS, RouterFleetSource
+from poolgrid.plugins.fleet_page.router_watch import FleetWatch, ServedSeconds
+from poolgrid.server.frontend.metrics import SERVED_COLUMNS
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.router.settings import RouterSettings
 from tests.router.fleet_builder import make_card, worker_key
 from tests.ui.large_pool import LargePool
 

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.inference import Refused, StreamDelta, TokenStream
-from poolgrid.serving.admission_queue import RETRY_AFTER_DEFAULT_MS, RETRY_AFTER_MAX_MS, FullWorkers
-from poolgrid.wire.events import WorkerJoined
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.identifiers import WorkerKey
-from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
+from poolgrid.kernel.requests.inference import Refused, StreamDelta, TokenStream
+from poolgrid.kernel.wire.events import WorkerJoined
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.identifiers import WorkerKey
+from poolgrid.kernel.wire.requests import FinishReason, RefusalKind, TokenDelta
+from poolgrid.server.serving.admission_queue import RETRY_AFTER_DEFAULT_MS, RETRY_AFTER_MAX_MS, FullWorkers
 from tests.clock import HandClock
 from tests.frontend.inference_requests import like
 from tests.router.test_service import AFTER, BEFORE, NEW, OLD, REQUEST, Routed, card, routed

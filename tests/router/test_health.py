@@ -6,12 +6,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from poolgrid.router.core.fleet import Worker
-from poolgrid.router.http_api import INSTANCES_SHOWN_MAX, Completeness, endpoint_rows, endpoints, readiness, troubles
-from poolgrid.wire.answers import EndpointRow
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import WorkerJoined
-from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.kernel.projection.fleet import Worker
+from poolgrid.kernel.wire.answers import EndpointRow
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.events import WorkerJoined
+from poolgrid.kernel.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.server.router.http_api import (
+    INSTANCES_SHOWN_MAX,
+    Completeness,
+    endpoint_rows,
+    endpoints,
+    readiness,
+    troubles,
+)
 from tests.frontend.server import application, in_process
 from tests.router.test_service import routed
 

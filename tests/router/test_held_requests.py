@@ -7,17 +7,17 @@ import asyncio
 import msgspec
 import pytest
 
-from poolgrid.inference import InferenceRequest, Refused
-from poolgrid.router.core.engine_backlog import BACKLOG_MS
-from poolgrid.router.core.engine_times import card_prompt_ms
-from poolgrid.router.core.policy import HELD_MAX
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.wire.card import WorkerLimits
-from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
-from poolgrid.wire.requests import FinishReason, Sampling, TokenDelta
+from poolgrid.kernel.decision.policy import HELD_MAX
+from poolgrid.kernel.requests.inference import InferenceRequest, Refused
+from poolgrid.kernel.requests.token_delivery import TokenDelivery
+from poolgrid.kernel.routing.engine_backlog import BACKLOG_MS
+from poolgrid.kernel.routing.engine_times import card_prompt_ms
+from poolgrid.kernel.wire.card import WorkerLimits
+from poolgrid.kernel.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.kernel.wire.requests import FinishReason, Sampling, TokenDelta
+from poolgrid.server.router.policy_loading import make_policy
 from tests.frontend.inference_requests import like
 from tests.router.test_service import Routed, card, routed
 

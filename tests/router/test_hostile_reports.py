@@ -7,16 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from poolgrid.consolidator.core.consolidator import ConsolidatorTurn
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.wire.events import (
+from poolgrid.kernel.consolidation.consolidator import ConsolidatorTurn
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksShared,
@@ -35,10 +34,11 @@ from poolgrid.wire.events import (
     TurnBegan,
     TurnEnded,
 )
-from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
-from poolgrid.wire.limits import U32_MAX, U64_MAX, WINDOW_BLOCKS_MAX
-from poolgrid.wire.sessions import SessionTurn, TurnAnswer
+from poolgrid.kernel.wire.hashing import pack_hashes
+from poolgrid.kernel.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.kernel.wire.limits import U32_MAX, U64_MAX, WINDOW_BLOCKS_MAX
+from poolgrid.kernel.wire.sessions import SessionTurn, TurnAnswer
+from poolgrid.server.router.policy_loading import make_policy
 from tests.consolidator.pusher import batch
 from tests.consolidator.test_consolidator import Bench, folded, hello, same
 from tests.examples import examples

@@ -9,32 +9,32 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.core.event_work import EVENT_UNITS
-from poolgrid.consolidator.core.feed_reader import FeedReader, FeedState
-from poolgrid.consolidator.ports import PoolListener
-from poolgrid.process import tasks
-from poolgrid.process.clock import SystemClock
-from poolgrid.router import journal_applier
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Hole, Projection
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.journal_applier import ARRIVED_RECORDS_MAX, RECORD_UNITS, SLICE_UNITS
-from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.router.service import RouterService
-from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.links import link_opener
-from poolgrid.wire import codec
-from poolgrid.wire.events import JournalRecord, WorkerJoined
-from poolgrid.wire.feed import BlockChain, FeedFrame, Records, SnapshotPart, WorkerState
-from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import Tier
-from poolgrid.wire.ingest import LoadingWorker
+from poolgrid.kernel.consolidation.event_work import EVENT_UNITS
+from poolgrid.kernel.consolidation.feed_reader import FeedReader, FeedState
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.journal.ports import PoolListener
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import LOAD_STEP_BLOCKS, Hole, Projection
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import JournalRecord, WorkerJoined
+from poolgrid.kernel.wire.feed import BlockChain, FeedFrame, Records, SnapshotPart, WorkerState
+from poolgrid.kernel.wire.hashing import pack_hashes
+from poolgrid.kernel.wire.identifiers import Tier
+from poolgrid.kernel.wire.ingest import LoadingWorker
+from poolgrid.server.process import tasks
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.router import journal_applier
+from poolgrid.server.router.journal_applier import ARRIVED_RECORDS_MAX, RECORD_UNITS, SLICE_UNITS
+from poolgrid.server.router.metrics import RouterMetrics
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.router.service import RouterService
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.serving.links import link_opener
 from tests.router.fleet_builder import decided, load_snapshot, make_card, stored, worker_key
 from tests.router.index_structure import holdings
 

@@ -19,17 +19,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core.pool_state import MemberRank, PoolState
-from poolgrid.kv_events import translation
-from poolgrid.kv_events.pub import decode_pub
-from poolgrid.kv_events.translation import EngineTranslator
-from poolgrid.router.core import group_index
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.wire import codec
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import (
+from poolgrid.kernel.consolidation.pool_state import MemberRank, PoolState
+from poolgrid.kernel.index import group_index
+from poolgrid.kernel.index.prefix_index import BYTES_PER_BLOCK, PrefixIndex
+from poolgrid.kernel.kv_events import translation
+from poolgrid.kernel.kv_events.pub import decode_pub
+from poolgrid.kernel.kv_events.translation import EngineTranslator
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksStored,
     CacheCleared,
@@ -38,9 +38,9 @@ from poolgrid.wire.events import (
     KvGroup,
     WorkerJoined,
 )
-from poolgrid.wire.hashing import block_hashes, pack_hashes, pack_tokens, sequence_hashes
-from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
-from poolgrid.wire.limits import WINDOW_BLOCKS_MAX
+from poolgrid.kernel.wire.hashing import block_hashes, pack_hashes, pack_tokens, sequence_hashes
+from poolgrid.kernel.wire.identifiers import Tier, WorkerId, WorkerKey
+from poolgrid.kernel.wire.limits import WINDOW_BLOCKS_MAX
 from tests.consolidator.pub_engine import frame_of
 from tests.counted_lines import CountedLines
 from tests.examples import examples

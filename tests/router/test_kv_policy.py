@@ -9,18 +9,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from poolgrid.router.core import worker_groups
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.engine_times import PUBLISHED, StepCurve
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.learned_speeds import KEPT, PRIOR_MS, LearnedSpeeds
-from poolgrid.router.core.policy import EXPECTED_MS, OWN_MS, PACE, RoutingRequest
-from poolgrid.router.core.selector import Planner, Selector
-from poolgrid.wire.card import StepTimes
-from poolgrid.wire.events import PrefillCompleted, RequestStarted, StreamStateChanged, WorkerJoined
-from poolgrid.wire.identifiers import Role, Stage, StreamState, WorkerKey
-from poolgrid.workers.core.timing import PolynomialTiming, step_times_of
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.decision.policy import EXPECTED_MS, OWN_MS, PACE, RoutingRequest
+from poolgrid.kernel.routing import worker_groups
+from poolgrid.kernel.routing.engine_times import PUBLISHED, StepCurve
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.kernel.routing.learned_speeds import KEPT, PRIOR_MS, LearnedSpeeds
+from poolgrid.kernel.routing.selector import Planner, Selector
+from poolgrid.kernel.wire.card import StepTimes
+from poolgrid.kernel.wire.events import PrefillCompleted, RequestStarted, StreamStateChanged, WorkerJoined
+from poolgrid.kernel.wire.identifiers import Role, Stage, StreamState, WorkerKey
+from poolgrid.server.workers.timing import PolynomialTiming, step_times_of
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored, worker_key
 
 PATH = list(range(100, 350))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from poolgrid.router.core import learned_speeds as paces_module
-from poolgrid.router.core.learned_speeds import CERTAIN, INFLUENCE_MAX, LearnedSpeeds
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.kernel.routing import learned_speeds as paces_module
+from poolgrid.kernel.routing.learned_speeds import CERTAIN, INFLUENCE_MAX, LearnedSpeeds
+from poolgrid.kernel.wire.identifiers import WorkerKey
 from tests.router.fleet_builder import worker_key
 
 A, B, C = (worker_key(name) for name in "abc")

@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.leg_times import AWAITED_PER_WORKER_MAX, PRIOR_MS_PER_TOKEN, TRANSFER_PRIOR, LearnedLegTimes
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES
-from poolgrid.wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.decision.stage_plan import DECODE_ROLES, PREFILL_ROLES
+from poolgrid.kernel.projection.leg_times import (
+    AWAITED_PER_WORKER_MAX,
+    PRIOR_MS_PER_TOKEN,
+    TRANSFER_PRIOR,
+    LearnedLegTimes,
+)
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerKey
 from tests.router.fleet_builder import Pool, decided, make_card, worker_key
 
 PREFILL, DECODE = worker_key("p"), worker_key("d")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.core.lineage import (
+from poolgrid.kernel.projection.lineage import (
     NOTHING,
     SAME_TAIL_MAX,
     STRIDE,
@@ -17,8 +17,8 @@ from poolgrid.router.core.lineage import (
     answer_key,
     digest_of,
 )
-from poolgrid.wire.hashing import pack_tokens, path_of
-from poolgrid.wire.sessions import SessionTurn
+from poolgrid.kernel.wire.hashing import pack_tokens, path_of
+from poolgrid.kernel.wire.sessions import SessionTurn
 
 BLOCK = 4
 

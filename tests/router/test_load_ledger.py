@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.load_ledger import FOREIGN_MAX, FOREIGN_TOKENS, LATE_STARTS_MAX, LoadEntry, LoadLedger
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.wire.events import LoadReported
-from poolgrid.wire.feed import WorkerState
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.projection.load_ledger import FOREIGN_MAX, FOREIGN_TOKENS, LATE_STARTS_MAX, LoadEntry, LoadLedger
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.kernel.wire.events import LoadReported
+from poolgrid.kernel.wire.feed import WorkerState
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, load_snapshot, make_card, worker_key
 
 W = worker_key("w")

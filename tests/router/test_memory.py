@@ -8,21 +8,21 @@ import tracemalloc
 import pytest
 from msgspec.structs import replace
 
-from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorLimits, ConsolidatorTurn, Now
-from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.consolidator.journal.memory import MemoryJournal
-from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.load_ledger import ENTRY_BYTES, LoadLedger
-from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.selector import Selector
-from poolgrid.wire import codec
-from poolgrid.wire.events import BlocksRemoved, EventBatch, PrefillCompleted, RequestFinished, RequestStarted
-from poolgrid.wire.hashing import pack_hashes, stable_u64
-from poolgrid.wire.identifiers import Stage, WorkerKey
-from poolgrid.wire.ingest import Hello
+from poolgrid.kernel.consolidation.consolidator import Consolidator, ConsolidatorLimits, ConsolidatorTurn, Now
+from poolgrid.kernel.consolidation.pool_state import PoolState
+from poolgrid.kernel.decision.decision import Decision, DecisionLog
+from poolgrid.kernel.index.prefix_index import BYTES_PER_BLOCK, PrefixIndex
+from poolgrid.kernel.projection.load_ledger import ENTRY_BYTES, LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import BlocksRemoved, EventBatch, PrefillCompleted, RequestFinished, RequestStarted
+from poolgrid.kernel.wire.hashing import pack_hashes, stable_u64
+from poolgrid.kernel.wire.identifiers import Stage, WorkerKey
+from poolgrid.kernel.wire.ingest import Hello
+from poolgrid.server.consolidator.journal.memory import MemoryJournal
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored, worker_key
 from tests.router.test_selector import PATH, request
 

@@ -14,19 +14,19 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from poolgrid.router.core import run_forest, run_map
-from poolgrid.router.core.lower_tiers import TierOverlap
-from poolgrid.router.core.prefix_index import (
+from poolgrid.kernel.index import run_forest, run_map
+from poolgrid.kernel.index.lower_tiers import TierOverlap
+from poolgrid.kernel.index.prefix_index import (
     BYTES_PER_BLOCK,
     HASHES_END,
     Holdings,
     PrefixIndex,
     slots_of,
 )
-from poolgrid.router.core.run_forest import Run, RunForest
-from poolgrid.router.core.run_map import NEAR, RUN_BLOCKS_MAX
-from poolgrid.wire.hashing import stable_u64, unpack_hashes
-from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
+from poolgrid.kernel.index.run_forest import Run, RunForest
+from poolgrid.kernel.index.run_map import NEAR, RUN_BLOCKS_MAX
+from poolgrid.kernel.wire.hashing import stable_u64, unpack_hashes
+from poolgrid.kernel.wire.identifiers import Tier, WorkerId, WorkerKey
 from tests.examples import examples
 from tests.router.index_structure import assert_sound, dump, holdings
 from tests.router.naive_index import NaiveIndex

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.router.core.engine_times import PUBLISHED, EngineKind, StepCurve
-from poolgrid.router.core.kv_policy import PromptCost, prompt_cost
+from poolgrid.kernel.routing.engine_times import PUBLISHED, EngineKind, StepCurve
+from poolgrid.kernel.routing.kv_policy import PromptCost, prompt_cost
 
 LINE = StepCurve(((1.0, 10.0), (1001.0, 110.0)), ((0.0, 5.0), (1.0, 25.0)))
 """A prompt token takes 0.1 ms, a step without any 10 ms."""

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
-from poolgrid.router.core import projection as projection_module
-from poolgrid.router.core import router_state, working_set
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.inputs import (
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.projection import projection as projection_module
+from poolgrid.kernel.projection.load_ledger import ENTRY_BYTES
+from poolgrid.kernel.routing import router_state, working_set
+from poolgrid.kernel.routing.inputs import (
     Booked,
     Expired,
     Input,
@@ -27,11 +27,12 @@ from poolgrid.router.core.inputs import (
     TurnOffered,
     WorkerWanted,
 )
-from poolgrid.router.core.load_ledger import ENTRY_BYTES
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.working_set import Admission
-from poolgrid.router.decision_journal import recorder
-from poolgrid.router.decision_journal.entries import (
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.working_set import Admission
+from poolgrid.kernel.wire.events import AnyEvent, RequestStarted
+from poolgrid.server.consolidator.journal.posix_disk import ReadOnlyDirectory
+from poolgrid.server.router.decision_journal import recorder
+from poolgrid.server.router.decision_journal.entries import (
     INPUTS_VERSION,
     OLDEST_INPUTS_VERSION,
     Checkpoint,
@@ -45,12 +46,11 @@ from poolgrid.router.decision_journal.entries import (
     encoder,
     kept,
 )
-from poolgrid.router.decision_journal.opening import policy_of
-from poolgrid.router.decision_journal.reader import decision_directories, stored_entries
-from poolgrid.router.decision_journal.recorder import DecisionSegments
-from poolgrid.router.decision_journal.replay import DecisionReplay
-from poolgrid.router.policy_loading import make_state
-from poolgrid.wire.events import AnyEvent, RequestStarted
+from poolgrid.server.router.decision_journal.opening import policy_of
+from poolgrid.server.router.decision_journal.reader import decision_directories, stored_entries
+from poolgrid.server.router.decision_journal.recorder import DecisionSegments
+from poolgrid.server.router.decision_journal.replay import DecisionReplay
+from poolgrid.server.router.policy_loading import make_state
 from tests.consolidator.journal_builder import FakeDisk
 from tests.examples import examples
 from tests.router.fleet_builder import worker_key
@@ -312,7 +312,7 @@ CHANGES = {
 
 PARTS = {"projection", "ledger", "selector", "trust", "index", "approximate", "predictions", "fleet"}
 
-DOORS = ("router/core", "router/decision_journal/checkpoints.py", "router/consolidator")
+DOORS = ("src/poolgrid/kernel/routing", "router/decision_journal/checkpoints.py", "router/consolidator")
 """Where they may be called: within the state, where a checkpoint is put back, and in the consolidator's own state."""
 
 

@@ -11,16 +11,13 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from poolgrid.process.clock import SystemClock
-from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.router.select_plane import SelectPlane
-from poolgrid.wire import codec
-from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerDraining
-from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import Role, Stage, WorkerKey
-from poolgrid.wire.selection import (
+from poolgrid.kernel.decision.decision import Decision, DecisionLog
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import RequestFinished, RequestStarted, WorkerDraining
+from poolgrid.kernel.wire.hashing import pack_hashes
+from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.kernel.wire.selection import (
     AskStatus,
     FromPool,
     PoolStatus,
@@ -36,6 +33,9 @@ from poolgrid.wire.selection import (
     ToPool,
     WorkerRank,
 )
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.router.select_plane import SelectPlane
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, make_card, stored, worker_key
 
 PATH = pack_hashes([11, 12, 13])

@@ -11,18 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.choosing import ttft_target_ms
-from poolgrid.router.core import worker_groups
-from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.policy import LOAD_BOUND, Candidates, MediaAffinity, Policy, RoutingRequest
-from poolgrid.router.core.selector import NoWorker
-from poolgrid.router.policies.baselines import LeastLoaded, Lmetric, Random, RoundRobin
-from poolgrid.router.policies.weighted_cost import FieldCost
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.wire.card import MediaSpec
-from poolgrid.wire.events import (
+from poolgrid.kernel.decision.decision import Decision, DecisionLog
+from poolgrid.kernel.decision.policy import LOAD_BOUND, Candidates, MediaAffinity, Policy, RoutingRequest
+from poolgrid.kernel.routing import worker_groups
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.kernel.routing.selector import NoWorker
+from poolgrid.kernel.wire.card import MediaSpec
+from poolgrid.kernel.wire.events import (
     CacheCleared,
     RequestFinished,
     RequestProgressed,
@@ -31,7 +27,11 @@ from poolgrid.wire.events import (
     WorkerDraining,
     WorkerLeft,
 )
-from poolgrid.wire.identifiers import Stage, Tier, WorkerId, WorkerKey
+from poolgrid.kernel.wire.identifiers import Stage, Tier, WorkerId, WorkerKey
+from poolgrid.plugins.policies.baselines import LeastLoaded, Lmetric, Random, RoundRobin
+from poolgrid.plugins.policies.weighted_cost import FieldCost
+from poolgrid.server.router.choosing import ttft_target_ms
+from poolgrid.server.router.policy_loading import make_policy
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored
 
 

@@ -14,32 +14,18 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.ports import PoolListener
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.inference import InferenceRequest, Refused, TokenStream
-from poolgrid.process.clock import SystemClock
-from poolgrid.process.settings import with_constants
-from poolgrid.router import fleet_links
-from poolgrid.router.bootstrap import vocabulary_check
-from poolgrid.router.choosing import LONG_PROMPT_BYTES
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import Candidates, Choice, Policy, RoutingRequest
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.fleet_links import CompatibilityCheck
-from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.router.service import RouterService
-from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.links import LINKS_MAX, WorkerLink
-from poolgrid.serving.request_tracker import CHANGES_PER_TURN, LOST_TOGETHER_TURNS
-from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.wire import codec
-from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
-from poolgrid.wire.events import (
+from poolgrid.kernel.decision.policy import Candidates, Choice, Policy, RoutingRequest
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.journal.ports import PoolListener
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.requests.inference import InferenceRequest, Refused, TokenStream
+from poolgrid.kernel.requests.token_delivery import TokenDelivery
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.card import MediaSpec, WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     JournalRecord,
     PrefillCompleted,
@@ -48,17 +34,31 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey
-from poolgrid.wire.ingest import LoadingWorker
-from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from poolgrid.wire.requests import (
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.identifiers import Role, StreamState, WorkerId, WorkerKey
+from poolgrid.kernel.wire.ingest import LoadingWorker
+from poolgrid.kernel.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
+from poolgrid.kernel.wire.requests import (
     FinishReason,
     Generate,
     RefusalKind,
     Sampling,
     TokenDelta,
 )
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.prompt_model import PromptModel
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.process.settings import with_constants
+from poolgrid.server.router import fleet_links
+from poolgrid.server.router.bootstrap import vocabulary_check
+from poolgrid.server.router.choosing import LONG_PROMPT_BYTES
+from poolgrid.server.router.fleet_links import CompatibilityCheck
+from poolgrid.server.router.metrics import RouterMetrics
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.router.service import RouterService
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.serving.links import LINKS_MAX, WorkerLink
+from poolgrid.server.serving.request_tracker import CHANGES_PER_TURN, LOST_TOGETHER_TURNS
 from tests.frontend.inference_requests import like
 
 OLD, NEW = WorkerKey(WorkerId("old")), WorkerKey(WorkerId("new"))
@@ -509,7 +509,7 @@ async def test_a_request_whose_only_worker_is_lost_waits_for_its_next_life_also_
 async def test_workers_of_one_process_that_are_lost_together_make_no_request_poison(
     together_ms: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poolgrid.serving.request_tracker.LOST_TOGETHER_MS", together_ms)
+    monkeypatch.setattr("poolgrid.server.serving.request_tracker.LOST_TOGETHER_MS", together_ms)
     async with routed() as router:
         third = WorkerKey(WorkerId("third"))
         for key, endpoint in ((OLD, BEFORE), (NEW, AFTER), (third, "tcp://127.0.0.1:3")):
@@ -526,7 +526,7 @@ async def test_workers_of_one_process_that_are_lost_together_make_no_request_poi
 async def test_a_request_that_was_on_two_lost_workers_before_its_first_token_takes_no_third_one_with_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poolgrid.serving.request_tracker.LOST_TOGETHER_MS", -1.0)  # one after the other
+    monkeypatch.setattr("poolgrid.server.serving.request_tracker.LOST_TOGETHER_MS", -1.0)  # one after the other
     async with routed() as router:
         third = WorkerKey(WorkerId("third"))
         for key, endpoint in ((OLD, BEFORE), (NEW, AFTER), (third, "tcp://127.0.0.1:3")):

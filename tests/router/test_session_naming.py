@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from poolgrid.consolidator.core.session_table import IDLE_MAX_MS
-from poolgrid.inference import SessionHint
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.session_naming import RETURN_MAX_MS, SHORT_TOKENS, SessionNaming
-from poolgrid.wire.events import RequestFinished, TurnBegan
-from poolgrid.wire.requests import KvRetention
-from poolgrid.wire.sessions import SessionTurn, tenant_key
+from poolgrid.kernel.consolidation.session_table import IDLE_MAX_MS
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.requests.inference import SessionHint
+from poolgrid.kernel.wire.events import RequestFinished, TurnBegan
+from poolgrid.kernel.wire.requests import KvRetention
+from poolgrid.kernel.wire.sessions import SessionTurn, tenant_key
+from poolgrid.server.router.session_naming import RETURN_MAX_MS, SHORT_TOKENS, SessionNaming
 from tests.consolidator.test_kept_prompts import begin
 from tests.consolidator.test_session_table import record, turn
 from tests.frontend.inference_requests import like

@@ -10,17 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.inference import InferenceRequest, Refused, SessionHint
-from poolgrid.router.choosing import CROWDED
-from poolgrid.router.core import working_set
-from poolgrid.router.core.lane_placer import HEAD_MS
-from poolgrid.router.http_api import waiting_row
-from poolgrid.router.settings import RouterSettings
-from poolgrid.wire.card import WorkerLimits
-from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerJoined, WorkerLeft
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
-from poolgrid.wire.requests import FinishReason, TokenDelta
+from poolgrid.kernel.requests.inference import InferenceRequest, Refused, SessionHint
+from poolgrid.kernel.routing import working_set
+from poolgrid.kernel.wire.card import WorkerLimits
+from poolgrid.kernel.wire.events import RequestFinished, RequestStarted, WorkerJoined, WorkerLeft
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.kernel.wire.requests import FinishReason, TokenDelta
+from poolgrid.server.router.choosing import CROWDED
+from poolgrid.server.router.http_api import waiting_row
+from poolgrid.server.router.lane_placer import HEAD_MS
+from poolgrid.server.router.settings import RouterSettings
 from tests.frontend.inference_requests import like
 from tests.router.test_held_requests import end, on_workers, settled, submit
 from tests.router.test_service import REQUEST, Routed, card, routed

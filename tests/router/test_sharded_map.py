@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from poolgrid.consolidator.core.sharded_map import DEPTH_MAX, KEY_BITS, SPLIT_EVERY_ENTRIES, ShardedMap, unknown_dict
+from poolgrid.kernel.index.sharded_map import DEPTH_MAX, KEY_BITS, SPLIT_EVERY_ENTRIES, ShardedMap, unknown_dict
 from tests.router.index_structure import assert_sound_map
 
 

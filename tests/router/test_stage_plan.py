@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.router.core.selector import NoWorker
-from poolgrid.router.core.stage_plan import (
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.decision.stage_plan import (
     DECODE_ROLES,
     EITHER_ROLES,
     ONE_LEG_ROLES,
@@ -22,8 +19,11 @@ from poolgrid.router.core.stage_plan import (
     one_leg,
     two_legs,
 )
-from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerDraining, WorkerLeft
-from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.kernel.routing.selector import NoWorker
+from poolgrid.kernel.wire.events import PrefillCompleted, RequestStarted, WorkerDraining, WorkerLeft
+from poolgrid.kernel.wire.identifiers import Role, Stage
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored, worker_key
 
 

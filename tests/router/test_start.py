@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.process.lifecycle import GroupPlace
-from poolgrid.router import bootstrap
-from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.router_process import RouterProcess
+from poolgrid.server.consolidator.settings import ConsolidatorSettings
+from poolgrid.server.frontend.prompt_model import PromptModel
+from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.process.lifecycle import GroupPlace
+from poolgrid.server.router import bootstrap
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.serving.router_process import RouterProcess
 from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, load_once, refused_for_its_port
 
 

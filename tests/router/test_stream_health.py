@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.core.stream_health import LEAST_REQUESTS, WINDOW, OverlapCheck
-from poolgrid.wire.events import RequestFinished, RequestStarted, StreamStateChanged, WorkerJoined, WorkerLeft
-from poolgrid.wire.feed import SourceStream, WorkerState
-from poolgrid.wire.identifiers import StreamState
+from poolgrid.kernel.projection.stream_health import LEAST_REQUESTS, WINDOW, OverlapCheck
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire.events import RequestFinished, RequestStarted, StreamStateChanged, WorkerJoined, WorkerLeft
+from poolgrid.kernel.wire.feed import SourceStream, WorkerState
+from poolgrid.kernel.wire.identifiers import StreamState
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, load_snapshot, stored
 from tests.router.test_selector import PATH, request
 

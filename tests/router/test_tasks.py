@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.inference import InferenceRequest, StreamDelta
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.router.core.selector import NoWorker, Selector
-from poolgrid.router.core.stage_plan import TASK_LEGS
-from poolgrid.serving.legs import AvoidWorker, EndRequest, LegEvent, PlaceNext, RecordFailure
-from poolgrid.serving.request_machine import RequestMachine
-from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.wire.events import RequestFinished, RequestStarted
-from poolgrid.wire.identifiers import Role, Stage, WorkerId, WorkerKey
-from poolgrid.wire.requests import FinishReason, RefusalKind, Sampling, TokenDelta
-from poolgrid.wire.tasks import EmbeddingTask, Task, TaskResult, VisualTask, stage_of
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.decision.stage_plan import TASK_LEGS
+from poolgrid.kernel.requests.inference import InferenceRequest, StreamDelta
+from poolgrid.kernel.requests.legs import AvoidWorker, EndRequest, LegEvent, PlaceNext, RecordFailure
+from poolgrid.kernel.requests.request_machine import RequestMachine
+from poolgrid.kernel.requests.token_delivery import TokenDelivery
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.kernel.routing.selector import NoWorker, Selector
+from poolgrid.kernel.wire.events import RequestFinished, RequestStarted
+from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerId, WorkerKey
+from poolgrid.kernel.wire.requests import FinishReason, RefusalKind, Sampling, TokenDelta
+from poolgrid.kernel.wire.tasks import EmbeddingTask, Task, TaskResult, VisualTask, stage_of
 from tests.router.fleet_builder import Pool, decided, make_card
 
 CAT = VisualTask("a cat")

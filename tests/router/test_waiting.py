@@ -8,26 +8,26 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.inference import InferenceRequest
-from poolgrid.process.clock import SystemClock
-from poolgrid.router.choosing import Chooser
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import NoWorker, Selector
-from poolgrid.router.fleet_links import FleetLinks
-from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.placement import LocalRequest, PlacementFailure, WaitCause
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.router.queue import RouterQueue
-from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.admission_queue import FullWorkers
-from poolgrid.serving.metrics import LegTimer
-from poolgrid.serving.request_machine import RequestMachine
-from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.requests import Sampling
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.requests.inference import InferenceRequest
+from poolgrid.kernel.requests.request_machine import RequestMachine
+from poolgrid.kernel.requests.token_delivery import TokenDelivery
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.selector import NoWorker, Selector
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.requests import Sampling
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.router.choosing import Chooser
+from poolgrid.server.router.fleet_links import FleetLinks
+from poolgrid.server.router.metrics import RouterMetrics
+from poolgrid.server.router.placement import LocalRequest, PlacementFailure, WaitCause
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.router.queue import RouterQueue
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.serving.admission_queue import FullWorkers
+from poolgrid.server.serving.metrics import LegTimer
 
 BUSY = PlacementFailure(NoWorker("m", {}), busy=True)
 

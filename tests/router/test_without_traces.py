@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from poolgrid.inference import InferenceRequest
-from poolgrid.wire.events import WorkerJoined
-from poolgrid.wire.trace_context import TraceContext
+from poolgrid.kernel.requests.inference import InferenceRequest
+from poolgrid.kernel.wire.events import WorkerJoined
+from poolgrid.kernel.wire.trace_context import TraceContext
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.inference_requests import like
 from tests.frontend.server import application, in_process
@@ -21,12 +21,12 @@ from tests.router.test_admission import scene
 from tests.router.test_service import BEFORE, OLD, REQUEST, card, routed
 
 OF_TRACES = (
-    "poolgrid.process.tracing",
-    "poolgrid.frontend.traffic.tell_request",
-    "poolgrid.serving.request_tracker.begin_leg",
-    "poolgrid.serving.request_tracker.follow_legs",
-    "poolgrid.router.placement.tell_decision",
-    "poolgrid.wire.trace_context",
+    "poolgrid.server.process.tracing",
+    "poolgrid.server.frontend.traffic.tell_request",
+    "poolgrid.server.serving.request_tracker.begin_leg",
+    "poolgrid.server.serving.request_tracker.follow_legs",
+    "poolgrid.server.router.placement.tell_decision",
+    "poolgrid.kernel.wire.trace_context",
     "opentelemetry",
 )
 
@@ -60,7 +60,7 @@ async def test_the_front_end_calls_nothing_of_traces_for_a_request_that_has_none
             answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 200
         assert "traceresponse" not in answer.headers
-        assert "poolgrid.frontend.inference_endpoint" in seen
+        assert "poolgrid.server.frontend.inference_endpoint" in seen
         assert not of_traces(seen)
 
 
@@ -71,7 +71,11 @@ async def test_the_router_calls_nothing_of_traces_for_a_request_that_has_none_no
             await pool.submit("waits")
             assert await pool.finish(2) == ["first", "waits"]
             await asyncio.gather(*pool.submitted.values())
-        assert {"poolgrid.router.tracker", "poolgrid.router.queue", "poolgrid.serving.request_machine"} <= set(seen)
+        assert {
+            "poolgrid.server.router.tracker",
+            "poolgrid.server.router.queue",
+            "poolgrid.kernel.requests.request_machine",
+        } <= set(seen)
         assert not of_traces(seen)
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.router.core import working_set
-from poolgrid.router.core.working_set import (
+from poolgrid.kernel.routing import working_set
+from poolgrid.kernel.routing.working_set import (
     AGE_MS,
     FILL_MAX,
     LEASE_MAX_MS,
@@ -18,7 +18,7 @@ from poolgrid.router.core.working_set import (
     OfferedTurn,
     WorkingSet,
 )
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
 
 A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
 BLOCKS = 1000

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from poolgrid.serving.admission_queue import DrainRate
-from poolgrid.serving.fair_queue import SHORT_PROMPT_TOKENS, FairQueue, QueuedRequest, QueueOrder
+from poolgrid.server.serving.admission_queue import DrainRate
+from poolgrid.server.serving.fair_queue import SHORT_PROMPT_TOKENS, FairQueue, QueuedRequest, QueueOrder
 from tests.examples import examples
 
 NO_BOUND = 10**12

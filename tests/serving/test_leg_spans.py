@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-from poolgrid.process.tracing.record import SpanKind, TraceRecord
-from poolgrid.serving.legs import Dispatch, LegEvent
-from poolgrid.serving.request_machine import RequestMachine
-from poolgrid.serving.request_tracker import begin_leg, follow_legs
-from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
-from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
-from poolgrid.wire.trace_context import TraceContext
+from poolgrid.kernel.requests.legs import Dispatch, LegEvent
+from poolgrid.kernel.requests.request_machine import RequestMachine
+from poolgrid.kernel.requests.trace_record import SpanKind, TraceRecord
+from poolgrid.kernel.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.kernel.wire.requests import FinishReason, RefusalKind, TokenDelta
+from poolgrid.kernel.wire.trace_context import TraceContext
+from poolgrid.server.serving.request_tracker import begin_leg, follow_legs
 from tests.serving.test_request_machine import delta, machine
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.serving.legs import Dispatch, WorkerReported
-from poolgrid.serving.metrics import LegTimer, LegTimes
-from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
-from poolgrid.wire.requests import FinishReason, TokenDelta
+from poolgrid.kernel.requests.legs import Dispatch, WorkerReported
+from poolgrid.kernel.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.kernel.wire.requests import FinishReason, TokenDelta
+from poolgrid.server.serving.metrics import LegTimer, LegTimes
 
 TOKEN = b"\x01\x00\x00\x00"
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.inference import InferenceRequest
-from poolgrid.serving.legs import AvoidWorker, EndRequest, LegEvent, RecordFailure, ReleaseLeg
-from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
-from poolgrid.serving.request_machine import RequestMachine
-from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.wire import codec
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
-from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hash_u64
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
+from poolgrid.kernel.requests.inference import InferenceRequest
+from poolgrid.kernel.requests.legs import AvoidWorker, EndRequest, LegEvent, RecordFailure, ReleaseLeg
+from poolgrid.kernel.requests.request_machine import RequestMachine
+from poolgrid.kernel.requests.token_delivery import TokenDelivery
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.kernel.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hash_u64
+from poolgrid.kernel.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
+from poolgrid.server.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
 
 IMAGE = MediaItem(MediaKind.IMAGE, b"pixels", "image/png", digest_media(b"pixels"), 4, 4)
 TENSOR = MediaItem(MediaKind.EMBEDDINGS, b"numbers", "application/x-pytorch", digest_media(b"numbers"), 10, 4)

@@ -5,8 +5,8 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.serving.prompt_paths import STRETCH_BLOCKS, PromptPaths
-from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+from poolgrid.kernel.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+from poolgrid.server.serving.prompt_paths import STRETCH_BLOCKS, PromptPaths
 from tests.examples import examples
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lab.website.request_life_page import page
-from poolgrid.inference import InferenceRequest, StreamDelta
-from poolgrid.serving.legs import (
+from poolgrid.kernel.requests.inference import InferenceRequest, StreamDelta
+from poolgrid.kernel.requests.legs import (
     NOTHING,
     AvoidWorker,
     CancelLeg,
@@ -27,7 +27,7 @@ from poolgrid.serving.legs import (
     WorkerFull,
     WorkerReported,
 )
-from poolgrid.serving.request_machine import (
+from poolgrid.kernel.requests.request_machine import (
     ANY,
     DEPARTURES_MAX,
     LEGS,
@@ -39,11 +39,11 @@ from poolgrid.serving.request_machine import (
     record_failure,
     withdraw,
 )
-from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.wire.hashing import pack_tokens, unpack_tokens
-from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
-from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from poolgrid.wire.requests import FinishReason, RefusalKind, Sampling, TokenDelta
+from poolgrid.kernel.requests.token_delivery import TokenDelivery
+from poolgrid.kernel.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.kernel.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.kernel.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
+from poolgrid.kernel.wire.requests import FinishReason, RefusalKind, Sampling, TokenDelta
 from tests.examples import examples
 
 MAX_TOKENS = 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.serving.prompt_paths import BLOCK_BYTES, PART_BYTES, ReuseSketch
+from poolgrid.server.serving.prompt_paths import BLOCK_BYTES, PART_BYTES, ReuseSketch
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=40)
 """Few kinds of blocks, so that prompts begin alike."""

@@ -9,16 +9,16 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.inference import StreamDelta
-from poolgrid.process.clock import SystemClock
-from poolgrid.router.metrics import RouterMetrics
-from poolgrid.serving.legs import CancelLeg
-from poolgrid.serving.links import LinkTable, WorkerLink
-from poolgrid.serving.request_tracker import CANCEL_ANSWER_MS, CANCELLED_MAX, RequestTracker
-from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
-from poolgrid.wire.requests import FinishReason, TokenDelta
+from poolgrid.kernel.requests.inference import StreamDelta
+from poolgrid.kernel.requests.legs import CancelLeg
+from poolgrid.kernel.requests.token_delivery import TokenDelivery
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.kernel.wire.requests import FinishReason, TokenDelta
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.router.metrics import RouterMetrics
+from poolgrid.server.serving.links import LinkTable, WorkerLink
+from poolgrid.server.serving.request_tracker import CANCEL_ANSWER_MS, CANCELLED_MAX, RequestTracker
 from tests.clock import HandClock
 
 

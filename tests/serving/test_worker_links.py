@@ -14,15 +14,22 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.process.clock import SystemClock
-from poolgrid.serving.legs import LegEvent
-from poolgrid.serving.links import FILES_PER_LINK, LINKS_MAX, LinksOnDemand, WorkerLink, link_opener, links_that_fit
-from poolgrid.transport.planes import PlaneContext, PlaneMetrics
-from poolgrid.transport.zmq_socket import CallbackSocket
-from poolgrid.wire import codec
-from poolgrid.wire.limits import ANSWERS_TOGETHER_MAX
-from poolgrid.wire.requests import Cancel, FinishReason, Generate, Ping, Pong, Sampling, TokenBatch, TokenDelta
-from poolgrid.wire.sessions import TurnAnswer
+from poolgrid.kernel.requests.legs import LegEvent
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.limits import ANSWERS_TOGETHER_MAX
+from poolgrid.kernel.wire.requests import Cancel, FinishReason, Generate, Ping, Pong, Sampling, TokenBatch, TokenDelta
+from poolgrid.kernel.wire.sessions import TurnAnswer
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.serving.links import (
+    FILES_PER_LINK,
+    LINKS_MAX,
+    LinksOnDemand,
+    WorkerLink,
+    link_opener,
+    links_that_fit,
+)
+from poolgrid.server.transport.planes import PlaneContext, PlaneMetrics
+from poolgrid.server.transport.zmq_socket import CallbackSocket
 
 
 class Clock:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
-from poolgrid.tools.simulation.workload import Workload
-from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
+from poolgrid.plugins.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
+from poolgrid.plugins.simulated.core.engine import SimulatedLimits
+from poolgrid.plugins.simulation.workload import Workload
 
 CONVERSATION = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
 

@@ -13,23 +13,30 @@ from itertools import count
 
 import msgspec
 
-from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import Policy, RoutingRequest
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.core.stage_plan import SECOND_LEG, RoleAvailability, first_leg
-from poolgrid.tools.simulation.pool import MODEL, UNLIMITED_QUEUE
-from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, WorkerJoined, WorkerLeft
-from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
-from poolgrid.workers.core.timing import PolynomialTiming, TimingModel, step_times_of
-from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
-from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder
-from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel, read_ticket
+from poolgrid.kernel.decision.decision import Decision
+from poolgrid.kernel.decision.policy import Policy, RoutingRequest
+from poolgrid.kernel.decision.stage_plan import SECOND_LEG, RoleAvailability, first_leg
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.routing.inputs import WorkerWanted
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.events import (
+    AnyEvent,
+    JournalRecord,
+    PrefillCompleted,
+    RequestFinished,
+    WorkerJoined,
+    WorkerLeft,
+)
+from poolgrid.kernel.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.plugins.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
+from poolgrid.plugins.simulated.core.kv_groups import CacheRecorder
+from poolgrid.plugins.simulated.core.kv_transfer import KvSource, TransferModel, read_ticket
+from poolgrid.plugins.simulation.pool import MODEL, UNLIMITED_QUEUE
+from poolgrid.plugins.simulation.workload import SimulatedRequest, Workload
+from poolgrid.server.workers.timing import PolynomialTiming, TimingModel, step_times_of
 
 
 @dataclass(frozen=True, slots=True)

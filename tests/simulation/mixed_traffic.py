@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poolgrid.router.core.policy import Policy
-from poolgrid.tools.simulation.agents import PREFIX_TOKENS
-from poolgrid.tools.simulation.mixed_traffic import SINGLE_KINDS, MixedDraws, MixedWorkload
-from poolgrid.tools.simulation.pool import SimulatedPool
-from poolgrid.tools.simulation.session_line import line_of
-from poolgrid.tools.simulation.workload import SimulatedRequest
-from poolgrid.wire.events import PrefillCompleted, RequestFinished
-from poolgrid.workers.engines.simulated.core.engine import Fact, SimulatedLimits
+from poolgrid.kernel.decision.policy import Policy
+from poolgrid.kernel.wire.events import PrefillCompleted, RequestFinished
+from poolgrid.plugins.simulated.core.engine import Fact, SimulatedLimits
+from poolgrid.plugins.simulation.agents import PREFIX_TOKENS
+from poolgrid.plugins.simulation.mixed_traffic import SINGLE_KINDS, MixedDraws, MixedWorkload
+from poolgrid.plugins.simulation.pool import SimulatedPool
+from poolgrid.plugins.simulation.session_line import line_of
+from poolgrid.plugins.simulation.workload import SimulatedRequest
 from tests.simulation.slow_prefill import SCALE, SlowPrefill
 
 BLOCK = 16

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
-from poolgrid.inference import InferenceRequest
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.session_naming import SessionNaming
-from poolgrid.tools.simulation.agent_workload import AgentArrivals, AgentWorkload
-from poolgrid.tools.simulation.agents import AgentSession
-from poolgrid.tools.simulation.workload import SimulatedRequest
-from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens, path_of, stable_u64
-from poolgrid.wire.requests import Generate
-from poolgrid.wire.sessions import SessionTurn
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.requests.inference import InferenceRequest
+from poolgrid.kernel.wire.hashing import TOKEN_BYTES, pack_tokens, path_of, stable_u64
+from poolgrid.kernel.wire.requests import Generate
+from poolgrid.kernel.wire.sessions import SessionTurn
+from poolgrid.plugins.simulation.agent_workload import AgentArrivals, AgentWorkload
+from poolgrid.plugins.simulation.agents import AgentSession
+from poolgrid.plugins.simulation.workload import SimulatedRequest
+from poolgrid.server.router.session_naming import SessionNaming
 
 TWIN = " again"
 """Behind the name of an agent in that of its twin."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import count
 from random import Random
 
-from poolgrid.tools.simulation.workload import RecordedRequest, Workload, recorded_workload
-from poolgrid.wire.hashing import stable_u64
+from poolgrid.kernel.wire.hashing import stable_u64
+from poolgrid.plugins.simulation.workload import RecordedRequest, Workload, recorded_workload
 
 BLOCK_SIZE = 16
 ISL_MAX = 30_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poolgrid.workers.core.timing import timing_model
+from poolgrid.server.workers.timing import timing_model
 
 SCALE = 1 / 16
 """Lengths and step times are divided by this: the blocks of one full-size block of 256 tokens."""

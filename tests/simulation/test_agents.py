@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.tools.simulation.agent_workload import AgentArrivals, AgentWorkload, agent_workload
-from poolgrid.tools.simulation.agents import PAUSES, PREFIX_TOKENS, AgentDraws
-from poolgrid.tools.simulation.pool import SimulatedPool
-from poolgrid.tools.simulation.recording import policy_report
-from poolgrid.tools.simulation.session_line import PEERS, line_of
-from poolgrid.tools.simulation.workload import RecordedRequest, recorded_workload
-from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.plugins.simulated.core.engine import SimulatedLimits
+from poolgrid.plugins.simulation.agent_workload import AgentArrivals, AgentWorkload, agent_workload
+from poolgrid.plugins.simulation.agents import PAUSES, PREFIX_TOKENS, AgentDraws
+from poolgrid.plugins.simulation.pool import SimulatedPool
+from poolgrid.plugins.simulation.recording import policy_report
+from poolgrid.plugins.simulation.session_line import PEERS, line_of
+from poolgrid.plugins.simulation.workload import RecordedRequest, recorded_workload
+from poolgrid.server.router.policy_loading import make_policy
 from tests.simulation.builders import limits
 from tests.simulation.nameless_agents import NamelessAgents, twin_of
 from tests.simulation.slow_prefill import SCALE, SlowPrefill

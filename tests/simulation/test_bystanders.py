@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from poolgrid.router.core.engine_backlog import BACKLOG_MS
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.tools.bench.trace import TraceRow
-from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
-from poolgrid.tools.simulation.workload import WorkerSpeeds, Workload, build_workload
-from poolgrid.wire.events import PrefillCompleted
-from poolgrid.workers.core.timing import PolynomialTiming
-from poolgrid.workers.engines.simulated.core.engine import Fact, SimulatedLimits
+from poolgrid.kernel.routing.engine_backlog import BACKLOG_MS
+from poolgrid.kernel.wire.events import PrefillCompleted
+from poolgrid.plugins.bench.trace import TraceRow
+from poolgrid.plugins.simulated.core.engine import Fact, SimulatedLimits
+from poolgrid.plugins.simulation.pool import RouterFleet, SimulatedPool
+from poolgrid.plugins.simulation.workload import WorkerSpeeds, Workload, build_workload
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.workers.timing import PolynomialTiming
 
 FLOOD, BYSTANDER = "flood", "bystander"
 LONG_TOKENS, SHORT_TOKENS = 9000, 40

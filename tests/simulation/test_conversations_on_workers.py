@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from poolgrid.router.core.policy import Policy
-from poolgrid.router.policies.weighted_cost import FieldCost
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.tools.simulation.pool import SimulatedPool
-from poolgrid.workers.core.timing import timing_model
-from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
+from poolgrid.kernel.decision.policy import Policy
+from poolgrid.plugins.policies.weighted_cost import FieldCost
+from poolgrid.plugins.simulated.core.engine import SimulatedLimits
+from poolgrid.plugins.simulation.pool import SimulatedPool
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.workers.timing import timing_model
 from tests.simulation.sessions import BLOCK_SIZE, Turn, sessions, workload_of
 
 WORKERS = 4

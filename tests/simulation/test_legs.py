@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.tools.simulation.workload import RecordedRequest, Workload, recorded_workload
-from poolgrid.wire.identifiers import Role
-from poolgrid.workers.core.timing import timing_model
-from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
-from poolgrid.workers.engines.simulated.core.kv_transfer import TransferModel
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.kernel.wire.identifiers import Role
+from poolgrid.plugins.simulated.core.engine import SimulatedLimits
+from poolgrid.plugins.simulated.core.kv_transfer import TransferModel
+from poolgrid.plugins.simulation.workload import RecordedRequest, Workload, recorded_workload
+from poolgrid.server.workers.timing import timing_model
 from tests.simulation.legs_pool import LegsPool, Outage, ServedRequest, percentile
 
 APART = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)

@@ -7,15 +7,15 @@ from functools import cache
 
 import pytest
 
-from poolgrid.router.core import kv_policy
-from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest
-from poolgrid.tools.simulation.pool import SimulatedPool
-from poolgrid.tools.simulation.recording import policy_report
-from poolgrid.tools.simulation.session_line import AFFINITY_MS, PEERS, Sticky
-from poolgrid.tools.simulation.workload import RecordedRequest, recorded_workload
-from poolgrid.workers.core.timing import timing_model
-from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
+from poolgrid.kernel.decision.policy import Candidates, Choice, RoutingRequest
+from poolgrid.kernel.routing import kv_policy
+from poolgrid.kernel.routing.kv_policy import KvAware
+from poolgrid.plugins.simulated.core.engine import SimulatedLimits
+from poolgrid.plugins.simulation.pool import SimulatedPool
+from poolgrid.plugins.simulation.recording import policy_report
+from poolgrid.plugins.simulation.session_line import AFFINITY_MS, PEERS, Sticky
+from poolgrid.plugins.simulation.workload import RecordedRequest, recorded_workload
+from poolgrid.server.workers.timing import timing_model
 from tests.simulation.builders import limits
 from tests.simulation.mixed_traffic import Outcome, mixed_traffic, play
 from tests.simulation.sessions import sessions, workload_of

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.process.plugins import policy_names
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.tools.bench.trace import TraceRow, read_trace
-from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
-from poolgrid.tools.simulation.recording import latency_summary, policy_report
-from poolgrid.tools.simulation.workload import Workload, build_workload
-from poolgrid.wire.hashing import unpack_hashes
-from poolgrid.wire.identifiers import Tier
-from poolgrid.workers.core.timing import PolynomialTiming, TableTiming
+from poolgrid.kernel.wire.hashing import unpack_hashes
+from poolgrid.kernel.wire.identifiers import Tier
+from poolgrid.plugins.bench.trace import TraceRow, read_trace
+from poolgrid.plugins.simulation.pool import RouterFleet, RunResult, SimulatedPool
+from poolgrid.plugins.simulation.recording import latency_summary, policy_report
+from poolgrid.plugins.simulation.workload import Workload, build_workload
+from poolgrid.server.process.plugins import policy_names
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.workers.timing import PolynomialTiming, TableTiming
 from tests.examples import examples
 from tests.router.index_structure import holdings
 from tests.simulation.builders import CONVERSATION, limits, row, traces

@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.tools.bench.trace import read_trace
-from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
-from poolgrid.tools.simulation.workload import Workload, build_workload
+from poolgrid.plugins.bench.trace import read_trace
+from poolgrid.plugins.simulation.pool import RouterFleet, RunResult, SimulatedPool
+from poolgrid.plugins.simulation.workload import Workload, build_workload
+from poolgrid.server.router.policy_loading import make_policy
 from tests.router.index_structure import holdings
 from tests.simulation.builders import CONVERSATION, limits
 from tests.simulation.test_pool import assert_books_balance

@@ -7,11 +7,12 @@ from random import Random
 
 import pytest
 
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.tools.bench.trace import read_trace
-from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
-from poolgrid.tools.simulation.recording import policy_report
-from poolgrid.tools.simulation.workload import (
+from poolgrid.kernel.wire.hashing import stable_u64
+from poolgrid.plugins.bench.trace import read_trace
+from poolgrid.plugins.simulated.core.engine import SimulatedLimits
+from poolgrid.plugins.simulation.pool import RouterFleet, RunResult, SimulatedPool
+from poolgrid.plugins.simulation.recording import policy_report
+from poolgrid.plugins.simulation.workload import (
     RecordedRequest,
     SpeedChange,
     SpeedError,
@@ -21,9 +22,8 @@ from poolgrid.tools.simulation.workload import (
     build_workload,
     recorded_workload,
 )
-from poolgrid.wire.hashing import stable_u64
-from poolgrid.workers.core.timing import timing_model
-from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
+from poolgrid.server.router.policy_loading import make_policy
+from poolgrid.server.workers.timing import timing_model
 from tests.simulation.builders import CONVERSATION, limits, row
 
 

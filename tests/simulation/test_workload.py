@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow, ideal_cached_token_ratio, plan_trace, read_trace
-from poolgrid.tools.simulation.pool import SimulatedPool
-from poolgrid.tools.simulation.workload import RecordedRequest, build_workload, recorded_workload
-from poolgrid.wire.hashing import block_hashes, sequence_hashes
+from poolgrid.kernel.wire.hashing import block_hashes, sequence_hashes
+from poolgrid.plugins.bench.trace import TRACE_BLOCK_TOKENS, TraceRow, ideal_cached_token_ratio, plan_trace, read_trace
+from poolgrid.plugins.simulation.pool import SimulatedPool
+from poolgrid.plugins.simulation.workload import RecordedRequest, build_workload, recorded_workload
+from poolgrid.server.router.policy_loading import make_policy
 from tests.simulation.builders import CONVERSATION, limits, row, traces
 
 

@@ -25,9 +25,9 @@ import httpx
 import psutil
 
 from lab.benchmarks.fleet import free_port
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.tools.bench.command import measure_one
-from poolgrid.tools.bench.settings import BenchSettings
+from poolgrid.plugins.bench.command import measure_one
+from poolgrid.plugins.bench.settings import BenchSettings
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.disturbed_load import active_requests, assert_unharmed, load_while
 from tests.e2e.expectation import PLAIN, SPOKEN, Verifier
 from tests.e2e.processes import Process, eventually, ready_workers, worker_rows

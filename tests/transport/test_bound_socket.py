@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from poolgrid.transport.bound_socket import LISTENER_VARIABLE, inherited_listener, listen
+from poolgrid.server.transport.bound_socket import LISTENER_VARIABLE, inherited_listener, listen
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from poolgrid.process.tasks import MESSAGES_PER_TURN
-from poolgrid.transport import dealer as dealers
-from poolgrid.transport import zmq_socket, zmtp
-from poolgrid.transport.dealer import Address, Dealer, StreamDealer, ZmqDealer, connect_dealer, plain_address
-from poolgrid.transport.planes import PlaneContext, PlaneMetrics
-from poolgrid.transport.zmtp import GREETING, PING_CONTEXT_BYTES_MAX, command
+from poolgrid.server.process.tasks import MESSAGES_PER_TURN
+from poolgrid.server.transport import dealer as dealers
+from poolgrid.server.transport import zmq_socket, zmtp
+from poolgrid.server.transport.dealer import Address, Dealer, StreamDealer, ZmqDealer, connect_dealer, plain_address
+from poolgrid.server.transport.planes import PlaneContext, PlaneMetrics
+from poolgrid.server.transport.zmtp import GREETING, PING_CONTEXT_BYTES_MAX, command
 from tests.transport.test_zmtp import HANDSHAKE
 
 TIMEOUT_S = 120.0

@@ -13,8 +13,19 @@ import zmq
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 
-from poolgrid.cli.main import app
-from poolgrid.transport.planes import (
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.identifiers import Stage
+from poolgrid.kernel.wire.limits import (
+    BLOCKS_PER_EVENT_MAX,
+    FRAME_BYTES_MAX,
+    IDENTIFIER_BYTES_MAX,
+    RENEWALS_MAX,
+    SELECT_FRAME_BYTES_MAX,
+    WORKERS_EXCLUDED_MAX,
+)
+from poolgrid.kernel.wire.selection import Renew, Reservation, Select, WorkerRank
+from poolgrid.server.cli.main import app
+from poolgrid.server.transport.planes import (
     FRAME_BYTES_OF_PLANE,
     CurveKeyError,
     CurveKeys,
@@ -24,19 +35,8 @@ from poolgrid.transport.planes import (
     leave_plain,
     name_plane,
 )
-from poolgrid.transport.security import SecuritySettings, is_loopback
-from poolgrid.transport.zmq_socket import CallbackSocket
-from poolgrid.wire import codec
-from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.limits import (
-    BLOCKS_PER_EVENT_MAX,
-    FRAME_BYTES_MAX,
-    IDENTIFIER_BYTES_MAX,
-    RENEWALS_MAX,
-    SELECT_FRAME_BYTES_MAX,
-    WORKERS_EXCLUDED_MAX,
-)
-from poolgrid.wire.selection import Renew, Reservation, Select, WorkerRank
+from poolgrid.server.transport.security import SecuritySettings, is_loopback
+from poolgrid.server.transport.zmq_socket import CallbackSocket
 
 TIMEOUT_S = 120.0
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.transport.planes import PlaneContext, PlaneMetrics, name_plane
-from poolgrid.transport.subscriptions import TOPICS_PER_CONNECTION_MAX, Subscriptions
-from poolgrid.transport.zmq_socket import CallbackSocket
+from poolgrid.server.transport.planes import PlaneContext, PlaneMetrics, name_plane
+from poolgrid.server.transport.subscriptions import TOPICS_PER_CONNECTION_MAX, Subscriptions
+from poolgrid.server.transport.zmq_socket import CallbackSocket
 
 TIMEOUT_S = 120.0
 TOPIC = b"poolgrid"

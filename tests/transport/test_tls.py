@@ -16,8 +16,8 @@ import trustme
 from cryptography import x509
 from prometheus_client import CollectorRegistry
 
-from poolgrid.http.http_server import HttpServer
-from poolgrid.transport.security import SecuritySettings, Tls, TlsError, client_context, expires_at_s
+from poolgrid.server.http.http_server import HttpServer
+from poolgrid.server.transport.security import SecuritySettings, Tls, TlsError, client_context, expires_at_s
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application
 

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import zmq
 
-from poolgrid.process.clock import SystemClock
-from poolgrid.process.tasks import TURN_S, BulkWork
-from poolgrid.transport import zmq_socket
-from poolgrid.transport.zmq_socket import (
+from poolgrid.kernel.wire.addresses import bracketed
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.process.tasks import TURN_S, BulkWork
+from poolgrid.server.transport import zmq_socket
+from poolgrid.server.transport.zmq_socket import (
     BATCH_BYTES_MAX,
     BATCH_MESSAGES_MAX,
     LOOKS,
@@ -28,7 +29,6 @@ from poolgrid.transport.zmq_socket import (
     make_socket,
     port_of,
 )
-from poolgrid.wire.addresses import bracketed
 
 
 @pytest.mark.parametrize(("size", "at_once"), [(10, BATCH_MESSAGES_MAX), (1024, BATCH_BYTES_MAX // 1024), (100_000, 1)])
@@ -197,7 +197,7 @@ def test_a_socket_is_bound_on_either_family_and_a_port_in_use_is_said_by_its_set
 
 async def test_messages_that_take_long_to_handle_leave_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr("poolgrid.transport.zmq_socket.monotonic", lambda: now_s)
+    monkeypatch.setattr("poolgrid.server.transport.zmq_socket.monotonic", lambda: now_s)
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     turns = 0

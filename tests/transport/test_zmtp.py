@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.transport.zmtp import GREETING, READY, Session, ZmtpError, command, framed
+from poolgrid.server.transport.zmtp import GREETING, READY, Session, ZmtpError, command, framed
 
 FRAME_BYTES_MAX = 100_000
 

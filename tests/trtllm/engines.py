@@ -12,29 +12,29 @@ import zmq
 from prometheus_client import CollectorRegistry
 from xxhash import xxh3_64_intdigest
 
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire.events import AnyEvent
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.requests import Generate, Routing, Sampling, TokenDelta
-from poolgrid.workers.engines.definition import EngineHost
-from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output
-from poolgrid.workers.engines.trtllm.arguments.engine_arguments import resolve_files
-from poolgrid.workers.engines.trtllm.engine import TrtllmEngine
-from poolgrid.workers.engines.trtllm.library import load_library
-from poolgrid.workers.engines.trtllm.opening import load_engine
-from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
-from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.start_phases import StartPhases
+from poolgrid.kernel.wire.events import AnyEvent
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.identifiers import Role, Stage
+from poolgrid.kernel.wire.requests import Generate, Routing, Sampling, TokenDelta
+from poolgrid.kernel.worker_protocol.engine import EngineReport
+from poolgrid.plugins.simulated.core.next_token import Vocabulary, expected_output
+from poolgrid.plugins.trtllm.arguments.engine_arguments import resolve_files
+from poolgrid.plugins.trtllm.engine import TrtllmEngine
+from poolgrid.plugins.trtllm.library import load_library
+from poolgrid.plugins.trtllm.opening import load_engine
+from poolgrid.plugins.trtllm.requests import TrtllmLimits
+from poolgrid.plugins.trtllm.settings import TrtllmSettings
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.workers.engines.definition import EngineHost
+from poolgrid.server.workers.metrics import WorkerMetrics
+from poolgrid.server.workers.start_phases import StartPhases
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake.executor import Executor
 from tests.fakes.tensorrt_llm.llmapi.llm import media_hash
 
 if TYPE_CHECKING:
-    from poolgrid.transport.planes import PlaneContext
-    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
+    from poolgrid.server.transport.planes import PlaneContext
+    from poolgrid.server.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 PATIENCE_S = 120.0
 """How long a test waits for what must come; only a failing test waits that long."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 
 IMAGE_TOKEN = "<|image_pad|>"
 IMAGE_TOKEN_ID = 4096

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
-from poolgrid.workers.engines.trtllm.metrics import EngineCollector
+from poolgrid.plugins.trtllm.metrics import EngineCollector
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm import metrics as engine_metrics
 

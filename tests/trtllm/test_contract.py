@@ -11,13 +11,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.workers.engines.trtllm.arguments.contract import contract
-from poolgrid.workers.engines.trtllm.arguments.engine_config import EngineFileError, parse_json, parse_yaml
+from poolgrid.plugins.trtllm.arguments.contract import contract
+from poolgrid.plugins.trtllm.arguments.engine_config import EngineFileError, parse_json, parse_yaml
 from tests.trtllm.facts import facts, fields_of
 
-RUN_TIME = json.loads(
-    resources.files("poolgrid.workers.engines.trtllm.arguments").joinpath("arguments_1_2_1.json").read_text()
-)
+RUN_TIME = json.loads(resources.files("poolgrid.plugins.trtllm.arguments").joinpath("arguments_1_2_1.json").read_text())
 
 REWRITTEN = {
     ("llm_args", "tokenizer"),

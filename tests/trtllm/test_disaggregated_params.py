@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire.errors import DecodeError, LimitError
-from poolgrid.wire.limits import OPAQUE_BYTES_MAX
-from poolgrid.workers.engines.trtllm.core.disaggregated_params import decode, encode
+from poolgrid.kernel.wire.errors import DecodeError, LimitError
+from poolgrid.kernel.wire.limits import OPAQUE_BYTES_MAX
+from poolgrid.plugins.trtllm.core.disaggregated_params import decode, encode
 from tests.fakes.tensorrt_llm import DisaggregatedParams
 
 

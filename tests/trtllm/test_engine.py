@@ -14,23 +14,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.wire.events import BlocksStored, PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
-from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
-from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, RefusalKind, RetainedTokens, Routing
-from poolgrid.wire.sessions import SessionTurn
-from poolgrid.wire.trace_context import TraceContext
-from poolgrid.workers import bootstrap
-from poolgrid.workers.core.cache_facts import RETURN_PRIORITY
-from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine, start_engine
-from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
-from poolgrid.workers.engines.trtllm import generations
-from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor
-from poolgrid.workers.engines.trtllm.library import LibraryMissingError, load_library
-from poolgrid.workers.engines.trtllm.logits import RequestProcessors
-from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
-from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
+from poolgrid.kernel.wire.events import (
+    BlocksStored,
+    PrefillCompleted,
+    RequestFinished,
+    RequestProgressed,
+    RequestStarted,
+)
+from poolgrid.kernel.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
+from poolgrid.kernel.wire.identifiers import Role, Stage
+from poolgrid.kernel.wire.requests import KvRetention, LogitsProcessorCall, RefusalKind, RetainedTokens, Routing
+from poolgrid.kernel.wire.sessions import SessionTurn
+from poolgrid.kernel.wire.trace_context import TraceContext
+from poolgrid.kernel.worker_protocol.cache_facts import RETURN_PRIORITY
+from poolgrid.kernel.worker_protocol.refusal import RefusedError
+from poolgrid.plugins.trtllm import generations
+from poolgrid.plugins.trtllm.core.outputs import OutputCursor
+from poolgrid.plugins.trtllm.library import LibraryMissingError, load_library
+from poolgrid.plugins.trtllm.logits import RequestProcessors
+from poolgrid.plugins.trtllm.requests import TrtllmLimits
+from poolgrid.plugins.trtllm.settings import TrtllmWorkerSettings
+from poolgrid.server.workers import bootstrap
+from poolgrid.server.workers.engines.lifecycle.engine_thread import EngineThread, end_engine, start_engine
+from poolgrid.server.workers.engines.lifecycle.health import EngineBrokenError
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
 from tests.trtllm.engines import BLOCK, PATIENCE_S, RunningEngine, expected, make_request, running_engine
@@ -320,7 +326,7 @@ async def test_a_worker_that_is_stopped_while_its_engine_loads_ends_and_leaves_n
         made.append(library.llm(**arguments))
         return made[0]
 
-    monkeypatch.setattr("poolgrid.workers.engines.trtllm.opening.load_library", lambda: replace(library, llm=slow))
+    monkeypatch.setattr("poolgrid.plugins.trtllm.opening.load_library", lambda: replace(library, llm=slow))
 
     stop = asyncio.Event()
     settings = TrtllmWorkerSettings(model_path="m")

@@ -13,11 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from poolgrid.cli.command_line import command
-from poolgrid.cli.options import with_settings
-from poolgrid.wire.identifiers import Role
-from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
-from poolgrid.workers.engines.trtllm.arguments.engine_arguments import (
+from poolgrid.kernel.wire.identifiers import Role
+from poolgrid.plugins.trtllm.arguments.contract import ContractError
+from poolgrid.plugins.trtllm.arguments.engine_arguments import (
     COMMAND_LINE,
     DEFAULT,
     KVBM_CONNECTOR,
@@ -30,8 +28,10 @@ from poolgrid.workers.engines.trtllm.arguments.engine_arguments import (
     resolve,
     resolve_files,
 )
-from poolgrid.workers.engines.trtllm.arguments.engine_config import EngineFileError
-from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
+from poolgrid.plugins.trtllm.arguments.engine_config import EngineFileError
+from poolgrid.plugins.trtllm.settings import TrtllmSettings
+from poolgrid.server.cli.command_line import command
+from poolgrid.server.cli.options import with_settings
 from tests.fakes.tensorrt_llm import LLM
 from tests.fakes.tensorrt_llm.llmapi.llm_args import TorchLlmArgs, update_llm_args_with_extra_dict
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from poolgrid.workers.engines.trtllm.arguments.contract import ContractError, contract
-from poolgrid.workers.engines.trtllm.arguments.engine_arguments import Layer, resolve, resolve_files
-from poolgrid.workers.engines.trtllm.arguments.engine_config import (
+from poolgrid.plugins.trtllm.arguments.contract import ContractError, contract
+from poolgrid.plugins.trtllm.arguments.engine_arguments import Layer, resolve, resolve_files
+from poolgrid.plugins.trtllm.arguments.engine_config import (
     check_arguments,
     check_command,
     check_files,
@@ -26,8 +26,8 @@ from poolgrid.workers.engines.trtllm.arguments.engine_config import (
     pairs,
     read_yaml,
 )
-from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_pair, graph_batch_sizes
-from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
+from poolgrid.plugins.trtllm.arguments.engine_rules import check_pair, graph_batch_sizes
+from poolgrid.plugins.trtllm.settings import TrtllmSettings
 from tests.cases import for_each
 from tests.fakes.tensorrt_llm.llmapi.llm_args import CudaGraphConfig, TorchLlmArgs
 

@@ -12,24 +12,24 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import RequestFinished
-from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.multimodal import TensorDescriptor
-from poolgrid.wire.requests import Generate, RefusalKind
-from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.trtllm.core.disaggregated_params import (
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.events import RequestFinished
+from poolgrid.kernel.wire.identifiers import Role, Stage
+from poolgrid.kernel.wire.multimodal import TensorDescriptor
+from poolgrid.kernel.wire.requests import Generate, RefusalKind
+from poolgrid.kernel.worker_protocol.refusal import RefusedError
+from poolgrid.kernel.worker_protocol.tensor_transfer import TensorUnavailable
+from poolgrid.plugins.trtllm.core.disaggregated_params import (
     EMBEDDINGS,
     HANDLE_FIELDS,
     CarriedTensor,
     carried_tensors,
     with_tensors,
 )
-from poolgrid.workers.engines.trtllm.shared_tensors import SharedTensors
-from poolgrid.workers.tensor_transfer.port import TensorUnavailable
-from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
-from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
+from poolgrid.plugins.trtllm.shared_tensors import SharedTensors
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
+from poolgrid.server.workers.tensor_transfer.zmq_transfer import TensorTransfer
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake.behaviour import behaviour
 from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine

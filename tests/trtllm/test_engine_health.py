@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from poolgrid.wire.identifiers import Role
-from poolgrid.wire.requests import RefusalKind
-from poolgrid.workers.engines.trtllm.calls import HEALTH_SALT
-from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
+from poolgrid.kernel.wire.identifiers import Role
+from poolgrid.kernel.wire.requests import RefusalKind
+from poolgrid.plugins.trtllm.calls import HEALTH_SALT
+from poolgrid.plugins.trtllm.requests import TrtllmLimits
 from tests.trtllm.engines import make_request, running_engine
 from tests.trtllm.test_engine_legs import decode_leg, prefilled
 

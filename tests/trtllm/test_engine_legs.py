@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestStarted
-from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.requests import Generate, RefusalKind
-from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
-from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
+from poolgrid.kernel.wire.events import PrefillCompleted, RequestFinished, RequestStarted
+from poolgrid.kernel.wire.identifiers import Role, Stage
+from poolgrid.kernel.wire.requests import Generate, RefusalKind
+from poolgrid.kernel.worker_protocol.refusal import RefusedError
+from poolgrid.plugins.trtllm.core import disaggregated_params as codec
+from poolgrid.plugins.trtllm.requests import TrtllmLimits
 from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine
 
 

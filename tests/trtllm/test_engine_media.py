@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from PIL import Image
 
-from poolgrid.wire import codec
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from poolgrid.wire.requests import Generate, RefusalKind
-from poolgrid.workers.core.refusal import RefusedError, UnableError
-from poolgrid.workers.engines.trtllm.media import load_media
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.identifiers import Role, Stage
+from poolgrid.kernel.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
+from poolgrid.kernel.wire.requests import Generate, RefusalKind
+from poolgrid.kernel.worker_protocol.refusal import RefusedError, UnableError
+from poolgrid.plugins.trtllm.media import load_media
 from tests.trtllm.engines import MODES, expected, make_request, running_engine
 from tests.trtllm.test_engine_legs import decode_leg, prefilled
 
@@ -177,8 +177,8 @@ async def test_an_encode_leg_gives_its_handles_as_a_list() -> None:
 
 
 def test_a_prompt_that_travels_with_its_params_is_checked() -> None:
-    from poolgrid.wire.errors import DecodeError
-    from poolgrid.workers.engines.trtllm.core import disaggregated_params as params_codec
+    from poolgrid.kernel.wire.errors import DecodeError
+    from poolgrid.plugins.trtllm.core import disaggregated_params as params_codec
 
     library = pytest.importorskip("tests.fakes.tensorrt_llm")
     made = library.DisaggregatedParams(request_type="context_only")

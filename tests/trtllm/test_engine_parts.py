@@ -12,26 +12,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.kv_events import root_seeds
-from poolgrid.kv_events.cache_events import StoredBlock
-from poolgrid.kv_events.root_seeds import RootSeeds, root_key, salt_ids
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import LoadReported
-from poolgrid.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
-from poolgrid.wire.requests import FinishReason, RefusalKind
-from poolgrid.workers.core.engine_numbers import UNLIKELY
-from poolgrid.workers.engines.lifecycle.health import EngineBrokenError, ProgressMonitor
-from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
-from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, adapter_number, adapters, model_facts
-from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor, prompt_logprobs
-from poolgrid.workers.engines.trtllm.core.statistics import (
+from poolgrid.kernel.kv_events import root_seeds
+from poolgrid.kernel.kv_events.cache_events import StoredBlock
+from poolgrid.kernel.kv_events.root_seeds import RootSeeds, root_key, salt_ids
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.events import LoadReported
+from poolgrid.kernel.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
+from poolgrid.kernel.wire.requests import FinishReason, RefusalKind
+from poolgrid.kernel.worker_protocol.engine_numbers import UNLIKELY
+from poolgrid.plugins.trtllm.core.model_facts import ModelFacts, adapter_number, adapters, model_facts
+from poolgrid.plugins.trtllm.core.outputs import OutputCursor, prompt_logprobs
+from poolgrid.plugins.trtllm.core.statistics import (
     EngineStatistics,
     KvCacheStatistics,
     load_of,
     parse_statistics,
 )
-from poolgrid.workers.engines.trtllm.model_files import read_model_facts
-from poolgrid.workers.engines.trtllm.requests import EngineRequests
+from poolgrid.plugins.trtllm.model_files import read_model_facts
+from poolgrid.plugins.trtllm.requests import EngineRequests
+from poolgrid.server.workers.engines.lifecycle.health import EngineBrokenError, ProgressMonitor
+from poolgrid.server.workers.engines.lifecycle.rank_load import RankLoad
 from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id
 from tests.fakes.tensorrt_llm.executor.result import CompletionOutput, Logprob
 from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from poolgrid.kv_events.pub import EngineStored
-from poolgrid.kv_events.translation import EngineTranslator
-from poolgrid.wire.events import BlocksStored
-from poolgrid.wire.hashing import BASE_SEED, block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
-from poolgrid.wire.identifiers import Tier
-from poolgrid.wire.requests import Routing
-from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
-from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
-from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments, resolve_files
-from poolgrid.workers.engines.trtllm.arguments.engine_rules import EventStreamEndpoints
-from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
+from poolgrid.kernel.kv_events.pub import EngineStored
+from poolgrid.kernel.kv_events.translation import EngineTranslator
+from poolgrid.kernel.wire.events import BlocksStored
+from poolgrid.kernel.wire.hashing import BASE_SEED, block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
+from poolgrid.kernel.wire.identifiers import Tier
+from poolgrid.kernel.wire.requests import Routing
+from poolgrid.plugins.trtllm.arguments.contract import ContractError
+from poolgrid.plugins.trtllm.arguments.engine_arguments import EngineArguments, resolve_files
+from poolgrid.plugins.trtllm.arguments.engine_rules import EventStreamEndpoints
+from poolgrid.plugins.trtllm.settings import TrtllmSettings
+from poolgrid.server.workers.engines.lifecycle.health import EngineBrokenError
 from tests.fakes import tensorrt_llm_of
 from tests.trtllm.engines import BLOCK, RunningEngine, make_request, running_engine
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire.events import BlocksStored, CacheCleared
-from poolgrid.wire.hashing import unpack_hashes
-from poolgrid.wire.identifiers import Tier
-from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
-from poolgrid.workers.engines.trtllm.feed import TrtllmFeed
-from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
-from poolgrid.workers.engines.trtllm.reader import FeedLimits
+from poolgrid.kernel.wire.events import BlocksStored, CacheCleared
+from poolgrid.kernel.wire.hashing import unpack_hashes
+from poolgrid.kernel.wire.identifiers import Tier
+from poolgrid.plugins.trtllm.core.statistics import EngineStatistics
+from poolgrid.plugins.trtllm.feed import TrtllmFeed
+from poolgrid.plugins.trtllm.metrics import TrtllmMetrics
+from poolgrid.plugins.trtllm.reader import FeedLimits
+from poolgrid.server.process.clock import SystemClock
 from tests.clock import HandClock
 from tests.fakes.tensorrt_llm import LLM, SamplingParams, SchedulingParams
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.wire.hashing import unpack_tokens
-from poolgrid.wire.identifiers import Role
-from poolgrid.wire.requests import FinishReason
+from poolgrid.kernel.wire.hashing import unpack_tokens
+from poolgrid.kernel.wire.identifiers import Role
+from poolgrid.kernel.wire.requests import FinishReason
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.trtllm.engines import make_request, running_engine
 from tests.trtllm.test_engine_legs import decode_leg, prefilled
 from tests.trtllm.test_feed import behave

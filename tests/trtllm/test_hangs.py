@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from poolgrid.wire.events import RequestFinished
-from poolgrid.wire.identifiers import Role
-from poolgrid.wire.requests import RefusalKind
-from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
-from poolgrid.workers.engines.trtllm import requests as trtllm_requests
-from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
+from poolgrid.kernel.wire.events import RequestFinished
+from poolgrid.kernel.wire.identifiers import Role
+from poolgrid.kernel.wire.requests import RefusalKind
+from poolgrid.plugins.trtllm import requests as trtllm_requests
+from poolgrid.plugins.trtllm.requests import TrtllmLimits
+from poolgrid.server.workers.engines.lifecycle.health import EngineBrokenError
 from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine
 from tests.trtllm.test_feed import behave
 from tests.workers.builders import fold

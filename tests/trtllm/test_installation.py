@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from poolgrid.wire.events import BlocksStored
-from poolgrid.wire.hashing import unpack_hashes
-from poolgrid.wire.identifiers import Role
+from poolgrid.kernel.wire.events import BlocksStored
+from poolgrid.kernel.wire.hashing import unpack_hashes
+from poolgrid.kernel.wire.identifiers import Role
 from tests.fakes import install_tensorrt_llm, tensorrt_llm_of
 from tests.trtllm.engines import make_request, running_engine
 from tests.trtllm.installation import (

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from poolgrid.workers.engines.trtllm.arguments import contract as contracts
-from poolgrid.workers.engines.trtllm.arguments.installed import read_facts
+from poolgrid.plugins.trtllm.arguments import contract as contracts
+from poolgrid.plugins.trtllm.arguments.installed import read_facts
 from tests.fakes import tensorrt_llm_of
 
 SOURCE = """

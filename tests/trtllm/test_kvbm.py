@@ -20,13 +20,13 @@ import msgspec
 import pytest
 import zmq
 
-from poolgrid.kv_events.pub import EngineCleared, EngineRemoved, EngineStored, decode_pub
-from poolgrid.wire.identifiers import Tier
-from poolgrid.wire.requests import Routing
-from poolgrid.workers.core.refusal import UnableError
-from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
-from poolgrid.workers.engines.trtllm.arguments.engine_arguments import KVBM_CONNECTOR, Layer, resolve
-from poolgrid.workers.engines.trtllm.kvbm import (
+from poolgrid.kernel.kv_events.pub import EngineCleared, EngineRemoved, EngineStored, decode_pub
+from poolgrid.kernel.wire.identifiers import Tier
+from poolgrid.kernel.wire.requests import Routing
+from poolgrid.kernel.worker_protocol.refusal import UnableError
+from poolgrid.plugins.trtllm.arguments.contract import ContractError
+from poolgrid.plugins.trtllm.arguments.engine_arguments import KVBM_CONNECTOR, Layer, resolve
+from poolgrid.plugins.trtllm.kvbm import (
     ACK_PORT,
     CACHES,
     CONSOLIDATES,
@@ -35,7 +35,7 @@ from poolgrid.workers.engines.trtllm.kvbm import (
     KvbmPorts,
     claim_ports,
 )
-from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
+from poolgrid.plugins.trtllm.settings import TrtllmSettings
 from tests.trtllm.engines import BLOCK, make_request, running_engine
 from tests.trtllm.test_feed import behave
 from tests.workers.builders import fold

@@ -11,13 +11,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.kv_events.trtllm import parse_event
-from poolgrid.wire.events import AnyEvent, CacheCleared, GroupsReported, KvGroup, RequestStarted
-from poolgrid.wire.hashing import BASE_SEED
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
-from poolgrid.workers.core.event_translation import EventTranslator
-from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from poolgrid.kernel.kv_events.trtllm import parse_event
+from poolgrid.kernel.wire.events import AnyEvent, CacheCleared, GroupsReported, KvGroup, RequestStarted
+from poolgrid.kernel.wire.hashing import BASE_SEED
+from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.kernel.worker_protocol.event_translation import EventTranslator
+from poolgrid.plugins.simulated.core.engine import SimulatedEngine, SimulatedLimits
+from poolgrid.plugins.simulated.core.next_token import Vocabulary
 from tests.examples import examples
 from tests.fakes.tensorrt_llm._fake.cache_events import RankEvents, Tenant, groups_of
 from tests.fakes.tensorrt_llm._fake.second_cache_manager import BlockNames, spoken

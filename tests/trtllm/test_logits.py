@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from poolgrid.wire.identifiers import Stage
-from poolgrid.workers.engines.trtllm.logits import engine_processor, reason_refused
-from poolgrid.workers.logits.registry import FailureReporter, LogitsRow
+from poolgrid.kernel.wire.identifiers import Stage
+from poolgrid.plugins.trtllm.logits import engine_processor, reason_refused
+from poolgrid.plugins.trtllm.logits_registry import FailureReporter, LogitsRow
 from tests.fakes import install_tensorrt_llm
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from poolgrid.kv_events.trtllm import parse_event
-from poolgrid.wire.hashing import BASE_SEED, block_hashes, pack_tokens, sequence_hashes, unpack_tokens
-from poolgrid.wire.identifiers import Tier
-from poolgrid.wire.requests import Generate, Sampling
-from poolgrid.workers.core.event_translation import EventTranslator
-from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from poolgrid.kernel.kv_events.trtllm import parse_event
+from poolgrid.kernel.wire.hashing import BASE_SEED, block_hashes, pack_tokens, sequence_hashes, unpack_tokens
+from poolgrid.kernel.wire.identifiers import Tier
+from poolgrid.kernel.wire.requests import Generate, Sampling
+from poolgrid.kernel.worker_protocol.event_translation import EventTranslator
+from poolgrid.plugins.simulated.core.engine import SimulatedEngine, SimulatedLimits
+from poolgrid.plugins.simulated.core.next_token import Vocabulary
 from tests.examples import examples
 from tests.fakes.tensorrt_llm._fake.cache_events import RankEvents, Tenant, groups_of
 from tests.workers.builders import fold

@@ -9,29 +9,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.frontend.media.placeholders import place_media
-from poolgrid.inference import InferenceRequest
-from poolgrid.kv_events.cache_events import Stored, StoredBlock
-from poolgrid.kv_events.root_seeds import RootSeeds
-from poolgrid.kv_events.trtllm import parse_event
-from poolgrid.serving.prompt_paths import TenantPaths, prompt_path
-from poolgrid.wire import codec
-from poolgrid.wire.card import MediaSpec, ResizedGrid, TiledGrid
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import BlocksStored
-from poolgrid.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_hashes
-from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hash_u64
-from poolgrid.wire.requests import Generate, Routing, Sampling
-from poolgrid.workers.core.event_translation import Counts
-from poolgrid.workers.engines.trtllm import media as media_names
-from poolgrid.workers.engines.trtllm.arguments.engine_arguments import resolve_files
-from poolgrid.workers.engines.trtllm.core import disaggregated_params as params_codec
-from poolgrid.workers.engines.trtllm.core.model_facts import image_rule
-from poolgrid.workers.engines.trtllm.media import MediaNames, media_name
-from poolgrid.workers.engines.trtllm.model_files import read_model_facts
-from poolgrid.workers.engines.trtllm.opening import LoadedEngine, make_card
-from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
+from poolgrid.kernel.kv_events.cache_events import Stored, StoredBlock
+from poolgrid.kernel.kv_events.root_seeds import RootSeeds
+from poolgrid.kernel.kv_events.trtllm import parse_event
+from poolgrid.kernel.requests.inference import InferenceRequest
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.card import MediaSpec, ResizedGrid, TiledGrid
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.events import BlocksStored
+from poolgrid.kernel.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_hashes
+from poolgrid.kernel.wire.identifiers import Role, Stage
+from poolgrid.kernel.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hash_u64
+from poolgrid.kernel.wire.requests import Generate, Routing, Sampling
+from poolgrid.kernel.worker_protocol.event_translation import Counts
+from poolgrid.plugins.trtllm import media as media_names
+from poolgrid.plugins.trtllm.arguments.engine_arguments import resolve_files
+from poolgrid.plugins.trtllm.core import disaggregated_params as params_codec
+from poolgrid.plugins.trtllm.core.model_facts import image_rule
+from poolgrid.plugins.trtllm.media import MediaNames, media_name
+from poolgrid.plugins.trtllm.model_files import read_model_facts
+from poolgrid.plugins.trtllm.opening import LoadedEngine, make_card
+from poolgrid.plugins.trtllm.settings import TrtllmWorkerSettings
+from poolgrid.server.frontend.media.placeholders import place_media
+from poolgrid.server.serving.prompt_paths import TenantPaths, prompt_path
 from tests.fakes import tensorrt_llm_of
 from tests.fakes.tensorrt_llm._fake.pictures import ModelTokenizer
 from tests.trtllm.engines import BLOCK, SEED, RunningEngine, running_engine

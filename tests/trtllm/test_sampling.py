@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.requests import Generate, RefusalKind, Routing, Sampling
-from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
-from poolgrid.workers.engines.trtllm.core.sampling import SamplingPlan, engine_priority, plan_sampling
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.requests import Generate, RefusalKind, Routing, Sampling
+from poolgrid.kernel.worker_protocol.refusal import RefusedError, UnableError, UnsupportedError
+from poolgrid.plugins.trtllm.core.sampling import SamplingPlan, engine_priority, plan_sampling
 from tests.fakes.tensorrt_llm import GuidedDecodingParams, SamplingParams
 
 ANY_NUMBER = {"type": "json_schema", "json_schema": {"type": "number"}}

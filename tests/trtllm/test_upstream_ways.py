@@ -15,17 +15,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.wire import codec as wire_codec
-from poolgrid.wire.events import BlocksStored
-from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes, unpack_tokens
-from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from poolgrid.wire.requests import RefusalKind, Routing
-from poolgrid.wire.sessions import SessionTurn
-from poolgrid.workers.core.engine_numbers import UNLIKELY
-from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.trtllm import library
-from poolgrid.workers.engines.trtllm.core.sampling import sampler_default
+from poolgrid.kernel.wire import codec as wire_codec
+from poolgrid.kernel.wire.events import BlocksStored
+from poolgrid.kernel.wire.hashing import (
+    block_hashes,
+    hash_seed,
+    pack_tokens,
+    sequence_hashes,
+    unpack_hashes,
+    unpack_tokens,
+)
+from poolgrid.kernel.wire.identifiers import Role, Stage
+from poolgrid.kernel.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
+from poolgrid.kernel.wire.requests import RefusalKind, Routing
+from poolgrid.kernel.wire.sessions import SessionTurn
+from poolgrid.kernel.worker_protocol.engine_numbers import UNLIKELY
+from poolgrid.kernel.worker_protocol.refusal import RefusedError
+from poolgrid.plugins.trtllm import library
+from poolgrid.plugins.trtllm.core.sampling import sampler_default
 from tests.fakes import tensorrt_llm_of
 from tests.trtllm.engines import (
     BLOCK,

@@ -18,7 +18,7 @@ from typing import Any
 import pydantic
 from pydantic_core import core_schema
 
-from poolgrid.workers.engines.trtllm.arguments.installed import _reshaped
+from poolgrid.plugins.trtllm.arguments.installed import _reshaped
 
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 7, 0.0, 0.5, 1.0, 1.5, 33.0, -0.5, "", "auto", "x", "UCX", "AUTO"),

@@ -18,19 +18,19 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.kv_events.cache_events import Cleared
-from poolgrid.kv_events.pub import EngineStored, decode_pub
-from poolgrid.kv_events.root_seeds import root_key, salt_ids
-from poolgrid.kv_events.trtllm import parse_event
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.wire.events import BlocksRemoved, BlocksStored, GroupsReported
-from poolgrid.wire.hashing import block_hashes, hash_array, pack_tokens, sequence_hashes
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
-from poolgrid.workers.core.event_translation import EventTranslator
-from poolgrid.workers.engines.server.dialects.trtllm_serve import FANOUT_EVENTS_MAX
-from poolgrid.workers.engines.trtllm.arguments.contract import KV_CACHE, TOP, Contract, contract, contract_of
-from poolgrid.workers.engines.trtllm.arguments.engine_rules import KV_EVENTS, EventStreamEndpoints, stream_faults
-from poolgrid.workers.engines.trtllm.arguments.installed import TOP_CLASS, read_facts
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.kv_events.cache_events import Cleared
+from poolgrid.kernel.kv_events.pub import EngineStored, decode_pub
+from poolgrid.kernel.kv_events.root_seeds import root_key, salt_ids
+from poolgrid.kernel.kv_events.trtllm import parse_event
+from poolgrid.kernel.wire.events import BlocksRemoved, BlocksStored, GroupsReported
+from poolgrid.kernel.wire.hashing import block_hashes, hash_array, pack_tokens, sequence_hashes
+from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.kernel.worker_protocol.event_translation import EventTranslator
+from poolgrid.plugins.trtllm.arguments.contract import KV_CACHE, TOP, Contract, contract, contract_of
+from poolgrid.plugins.trtllm.arguments.engine_rules import KV_EVENTS, EventStreamEndpoints, stream_faults
+from poolgrid.plugins.trtllm.arguments.installed import TOP_CLASS, read_facts
+from poolgrid.server.workers.engines.server.dialects.trtllm_serve import FANOUT_EVENTS_MAX
 from tests.fakes import FAKES_PATH
 from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id, truncated
 from tests.fakes.tensorrt_llm.llmapi.llm import _block_names

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from poolgrid.workers.engines.trtllm.arguments.installed import version_in
+from poolgrid.plugins.trtllm.arguments.installed import version_in
 
 PACKAGE = "tensorrt_llm"
 HASH = "runtime/kv_cache_hash.py"

@@ -10,7 +10,7 @@ from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
-from poolgrid.kv_events.trtllm import parse_event
+from poolgrid.kernel.kv_events.trtllm import parse_event
 from tests.router.test_kv_groups import BLOCK, BLOCKS, PROMPTS, names_of
 from tests.trtllm.test_layer_groups import LONGEST, Engine, Reader
 from tests.trtllm_upstream.files import COMMON, EVENTS, HASH, UpstreamFiles

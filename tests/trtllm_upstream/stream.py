@@ -17,11 +17,11 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire.events import BlocksStored
-from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
-from poolgrid.workers.engines.server.cache_events import FollowedEvents
-from poolgrid.workers.engines.server.core.server_facts import EventSource
+from poolgrid.kernel.wire.events import BlocksStored
+from poolgrid.kernel.wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.workers.engines.server.cache_events import FollowedEvents
+from poolgrid.server.workers.engines.server.core.server_facts import EventSource
 from tests.trtllm_upstream.files import PUBLISHER, RemovedInStream, StoredInStream, UpstreamFiles
 
 BLOCK = 4

@@ -22,8 +22,8 @@ from pathlib import Path
 import httpx
 from PIL import Image
 
-from poolgrid.frontend.access import key_file
-from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
+from poolgrid.server.frontend.access import key_file
+from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
 from tests.e2e import processes
 from tests.e2e.processes import Process, running_pool
 from tests.ui import checks

@@ -15,25 +15,16 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from poolgrid.fleet_page.endpoints import add_fleet_page
-from poolgrid.fleet_page.hub import FleetHub
-from poolgrid.fleet_page.router_source import RouterFleetSource
-from poolgrid.fleet_page.router_watch import FleetWatch, ServedSeconds
-from poolgrid.http.http_server import HttpServer
-from poolgrid.process.clock import SystemClock
-from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.inputs import Booked, RecordsArrived, Released, WorkerWanted
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.policy_loading import load_policy
-from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.admission_queue import QueueView
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import (
+from poolgrid.kernel.decision.decision import Decision, DecisionLog
+from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.routing.inputs import Booked, RecordsArrived, Released, WorkerWanted
+from poolgrid.kernel.routing.router_state import RouterState
+from poolgrid.kernel.routing.selector import Selector
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
@@ -44,8 +35,17 @@ from poolgrid.wire.events import (
     RequestStarted,
     WorkerJoined,
 )
-from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.kernel.wire.hashing import pack_hashes
+from poolgrid.kernel.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.plugins.fleet_page.endpoints import add_fleet_page
+from poolgrid.plugins.fleet_page.hub import FleetHub
+from poolgrid.plugins.fleet_page.router_source import RouterFleetSource
+from poolgrid.plugins.fleet_page.router_watch import FleetWatch, ServedSeconds
+from poolgrid.server.http.http_server import HttpServer
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.router.policy_loading import load_policy
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.serving.admission_queue import QueueView
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application
 

@@ -7,10 +7,10 @@ from importlib import import_module
 
 import msgspec
 
-from poolgrid.wire import events, feed
+from poolgrid.kernel.wire import events, feed
 
 NAMES = "card events feed ingest multimodal requests selection sessions tasks trace_context"
-MODULES = [import_module(f"poolgrid.wire.{name}") for name in NAMES.split()]
+MODULES = [import_module(f"poolgrid.kernel.wire.{name}") for name in NAMES.split()]
 
 NO_MESSAGES = (events.Event, feed.FeedFrame)
 

@@ -9,7 +9,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire.addresses import host_problem, http_url_problem, without_credentials, zmq_endpoint_problem
+from poolgrid.kernel.wire.addresses import host_problem, http_url_problem, without_credentials, zmq_endpoint_problem
 
 GOOD = (
     "tcp://127.0.0.1:1",

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.structured_output.guide_limits import (
+from poolgrid.kernel.wire.limits import GUIDE_BYTES_MAX
+from poolgrid.kernel.wire.requests import Sampling
+from poolgrid.server.structured_output.guide_limits import (
     DEPTH_MAX,
     NESTING_MAX,
     NODES_MAX,
@@ -19,8 +21,6 @@ from poolgrid.structured_output.guide_limits import (
     RULES_MAX,
     objection,
 )
-from poolgrid.wire.limits import GUIDE_BYTES_MAX
-from poolgrid.wire.requests import Sampling
 
 
 def of_schema(schema: Any) -> str | None:
@@ -199,7 +199,7 @@ def deepest_recursion(schema: dict[str, Any]) -> int:
 @given(schemas())
 def test_no_walk_through_a_schema_goes_deeper_than_was_counted(schema: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["poolgrid.structured_output.guide_limits"], "DEPTH_MAX", 0)
+        patch.setattr(sys.modules["poolgrid.server.structured_output.guide_limits"], "DEPTH_MAX", 0)
         counted = int((of_schema(schema) or "").removeprefix("it is ").split(" ")[0])
 
     assert counted >= deepest_recursion(schema)

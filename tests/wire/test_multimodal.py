@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.wire import codec, limits
-from poolgrid.wire.errors import DecodeError, LimitError
-from poolgrid.wire.hashing import block_hashes, pack_tokens
-from poolgrid.wire.multimodal import (
+from poolgrid.kernel.wire import codec, limits
+from poolgrid.kernel.wire.errors import DecodeError, LimitError
+from poolgrid.kernel.wire.hashing import block_hashes, pack_tokens
+from poolgrid.kernel.wire.multimodal import (
     MediaItem,
     MediaKind,
     MultimodalInput,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.wire.identifiers import SEQUENCE, are_sequences, kept_under, name_of, nearness, spellings
+from poolgrid.kernel.wire.identifiers import SEQUENCE, are_sequences, kept_under, name_of, nearness, spellings
 
 KEPT = ("mine~r1", "two-0~r2", "two-1~r2", "r3", "r4-0", "r4-1", "other-0~r5", "other-1~r6")
 

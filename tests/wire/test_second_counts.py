@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire.answers import SECONDS_KEPT, SecondCounts
+from poolgrid.kernel.wire.answers import SECONDS_KEPT, SecondCounts
 
 
 @given(st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 9)), max_size=60))

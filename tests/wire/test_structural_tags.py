@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.structured_output.structural_tags import lark_grammar
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.structured_output.structural_tags import lark_grammar
 
 TOKENIZER = LLTokenizer((TINY_MODEL_PATH / "tokenizer.json").read_text(encoding="utf-8"), eos_token=2)
 NUMBER: dict[str, Any] = {"type": "json_schema", "json_schema": {"type": "integer"}}

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire.limits import TRACEPARENT_CHARS_MAX
-from poolgrid.wire.trace_context import TraceContext, TracePlace, read_traceparent
+from poolgrid.kernel.wire.limits import TRACEPARENT_CHARS_MAX
+from poolgrid.kernel.wire.trace_context import TraceContext, TracePlace, read_traceparent
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 KNOWN = TracePlace(int(TRACE, 16), int(SPAN, 16), 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.wire import feed, hashing, identifiers
+from poolgrid.kernel.wire import feed, hashing, identifiers
 
 PAGE = (Path(__file__).parents[2] / "docs" / "internals" / "wire.md").read_text()
 

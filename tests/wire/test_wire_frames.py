@@ -20,12 +20,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire import codec, feed, ingest, limits
-from poolgrid.wire import ingest as loading
-from poolgrid.wire.card import ChatSpec, MediaSpec, ResizedGrid, StepTimes, TiledGrid, WorkerCard, WorkerLimits
-from poolgrid.wire.codec import Codec
-from poolgrid.wire.errors import DecodeError, LimitError
-from poolgrid.wire.events import (
+from poolgrid.kernel.wire import codec, feed, ingest, limits
+from poolgrid.kernel.wire import ingest as loading
+from poolgrid.kernel.wire.card import ChatSpec, MediaSpec, ResizedGrid, StepTimes, TiledGrid, WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.codec import Codec
+from poolgrid.kernel.wire.errors import DecodeError, LimitError
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksReleased,
     BlocksRemoved,
@@ -50,7 +50,7 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.feed import (
+from poolgrid.kernel.wire.feed import (
     BlockChain,
     Records,
     Replay,
@@ -61,11 +61,11 @@ from poolgrid.wire.feed import (
     TooOld,
     WorkerState,
 )
-from poolgrid.wire.hashing import pack_hashes, pack_tokens
-from poolgrid.wire.identifiers import PackedHashes, PackedTokens, Role, Stage, StreamState, Tier
-from poolgrid.wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, JoinRefused, Resend, Unknown, Welcome
-from poolgrid.wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
-from poolgrid.wire.multimodal import (
+from poolgrid.kernel.wire.hashing import pack_hashes, pack_tokens
+from poolgrid.kernel.wire.identifiers import PackedHashes, PackedTokens, Role, Stage, StreamState, Tier
+from poolgrid.kernel.wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, JoinRefused, Resend, Unknown, Welcome
+from poolgrid.kernel.wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
+from poolgrid.kernel.wire.multimodal import (
     FetchTensor,
     MediaItem,
     MediaKind,
@@ -78,7 +78,7 @@ from poolgrid.wire.multimodal import (
     TensorUnknown,
     digest_media,
 )
-from poolgrid.wire.requests import (
+from poolgrid.kernel.wire.requests import (
     Cancel,
     Drain,
     FetchKv,
@@ -101,7 +101,7 @@ from poolgrid.wire.requests import (
     TokenDelta,
     TokenLogprobs,
 )
-from poolgrid.wire.selection import (
+from poolgrid.kernel.wire.selection import (
     AskStatus,
     ModelStatus,
     PoolStatus,
@@ -117,7 +117,7 @@ from poolgrid.wire.selection import (
     SelectRefused,
     WorkerRank,
 )
-from poolgrid.wire.sessions import (
+from poolgrid.kernel.wire.sessions import (
     Footprint,
     Gap,
     KeptPrompt,
@@ -129,8 +129,8 @@ from poolgrid.wire.sessions import (
     TurnAnswer,
     TurnEnding,
 )
-from poolgrid.wire.tasks import EmbeddingTask, TaskResult, VisualTask
-from poolgrid.wire.trace_context import TraceContext
+from poolgrid.kernel.wire.tasks import EmbeddingTask, TaskResult, VisualTask
+from poolgrid.kernel.wire.trace_context import TraceContext
 from tests.cases import for_each
 from tests.wire.messages import messages
 

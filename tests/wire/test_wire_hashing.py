@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from poolgrid.wire.hashing import (
+from poolgrid.kernel.wire.hashing import (
     BASE_SEED,
     CUT_BLOCKS,
     HASH_SPEC,
@@ -23,7 +23,7 @@ from poolgrid.wire.hashing import (
     sequence_hashes,
     stable_u64,
 )
-from poolgrid.wire.limits import U32_MAX, U64_MAX
+from poolgrid.kernel.wire.limits import U32_MAX, U64_MAX
 
 TOKENS = pack_tokens(range(64))
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
-from poolgrid.wire.hashing import pack_tokens, unpack_hashes
-from poolgrid.wire.identifiers import Stage, Tier
-from poolgrid.wire.requests import Generate, KvOffered, Routing, Sampling, TokenDelta
-from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, StepOutcome
-from poolgrid.workers.engines.simulated.core.kv_transfer import read_ticket
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from poolgrid.kernel.wire.events import BlocksRemoved, BlocksStored, CacheCleared
+from poolgrid.kernel.wire.hashing import pack_tokens, unpack_hashes
+from poolgrid.kernel.wire.identifiers import Stage, Tier
+from poolgrid.kernel.wire.requests import Generate, KvOffered, Routing, Sampling, TokenDelta
+from poolgrid.plugins.simulated.core.engine import SimulatedEngine, StepOutcome
+from poolgrid.plugins.simulated.core.kv_transfer import read_ticket
+from poolgrid.plugins.simulated.core.next_token import Vocabulary
 
 VOCABULARY = Vocabulary(size=1000, first_token_id=10)
 

@@ -1,4 +1,5 @@
-"""The other ends of a worker's sockets, small and real: a consolidator (``poolgrid.wire.ingest``), and a router."""
+"""The other ends of a worker's sockets, small and real: a consolidator (``poolgrid.kernel.wire.ingest``), and a
+router."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from typing import Any, Self
 import zmq
 import zmq.asyncio
 
-from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.events import AnyEvent, BlocksStored, EventBatch, LoadReported, SnapshotBegan
-from poolgrid.wire.ingest import (
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.card import WorkerCard
+from poolgrid.kernel.wire.events import AnyEvent, BlocksStored, EventBatch, LoadReported, SnapshotBegan
+from poolgrid.kernel.wire.ingest import (
     BATCH_FRAME,
     LOADING_FRAME,
     Acknowledged,
@@ -29,7 +30,7 @@ from poolgrid.wire.ingest import (
     Unknown,
     Welcome,
 )
-from poolgrid.wire.requests import FromWorker, Pong, TokenBatch, TokenDelta, ToWorker
+from poolgrid.kernel.wire.requests import FromWorker, Pong, TokenBatch, TokenDelta, ToWorker
 
 PATIENCE_S = 120.0
 """How long a test waits for what must come; only a failing test waits that long."""
@@ -53,7 +54,7 @@ class Journal:
 
 
 class FakeConsolidator:
-    """Answers one worker the way ``poolgrid.wire.ingest`` says; ``refuse`` makes it refuse every greeting."""
+    """Answers one worker the way ``poolgrid.kernel.wire.ingest`` says; ``refuse`` makes it refuse every greeting."""
 
     def __init__(
         self, journal: Journal, port: int = 0, name: str = "c0", refuse: str = "", lose_batches: int = 0

@@ -14,22 +14,22 @@ import zmq
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from poolgrid.process.clock import SystemClock
-from poolgrid.process.settings import with_constants
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.requests import Generate
-from poolgrid.workers import bootstrap
-from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket, RequestSocket
-from poolgrid.workers.core.push_stream import PushStream, PushTiming
-from poolgrid.workers.engines.protocol import Engine
-from poolgrid.workers.engines.simulated.core.next_token import expected_output
-from poolgrid.workers.engines.simulated.opening import make_card
-from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.publisher import EventPublisher
-from poolgrid.workers.service import ServiceLimits, WorkerService
-from poolgrid.workers.settings import WorkerProcessSettings
+from poolgrid.kernel.wire.card import WorkerCard
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.requests import Generate
+from poolgrid.kernel.worker_protocol.engine import Engine
+from poolgrid.kernel.worker_protocol.push_stream import PushStream, PushTiming
+from poolgrid.plugins.simulated.core.next_token import expected_output
+from poolgrid.plugins.simulated.opening import make_card
+from poolgrid.plugins.simulated.settings import SimulatedWorkerSettings
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.process.settings import with_constants
+from poolgrid.server.workers import bootstrap
+from poolgrid.server.workers.adapters.sockets import CONSOLIDATOR, DealerSocket, RequestSocket
+from poolgrid.server.workers.metrics import WorkerMetrics
+from poolgrid.server.workers.publisher import EventPublisher
+from poolgrid.server.workers.service import ServiceLimits, WorkerService
+from poolgrid.server.workers.settings import WorkerProcessSettings
 from tests.workers.builders import VOCABULARY
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.workers.engines.simulated.core.next_token import (
+from poolgrid.plugins.simulated.core.next_token import (
     MEAN_DEFAULT,
     STDDEV_DEFAULT,
     AnswerLengths,

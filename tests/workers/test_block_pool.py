@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from poolgrid.wire.identifiers import Tier
-from poolgrid.workers.engines.simulated.core.block_pool import BlockPool, Match
-from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder, Link
+from poolgrid.kernel.wire.identifiers import Tier
+from poolgrid.plugins.simulated.core.block_pool import BlockPool, Match
+from poolgrid.plugins.simulated.core.kv_groups import CacheRecorder, Link
 from tests.examples import examples
 from tests.workers.builders import fold
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from poolgrid.workers.adapters.sockets import CONSOLIDATOR, PREFILL_WORKER, DealerSocket, Peer
+from poolgrid.server.workers.adapters.sockets import CONSOLIDATOR, PREFILL_WORKER, DealerSocket, Peer
 
 
 @pytest.mark.parametrize(

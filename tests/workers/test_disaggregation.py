@@ -11,17 +11,17 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestStarted, WorkerDraining
-from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, RefusalKind
-from poolgrid.workers import transfers as kv_fetcher
-from poolgrid.workers.core.booked_prefill import CROWDING_TOLERANCE_TOKENS, BookedPrefill
-from poolgrid.workers.core.kv_fetches import KvWanted
-from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.simulated.core.kv_transfer import read_ticket
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.transfers import KvFetcher
+from poolgrid.kernel.wire.events import PrefillCompleted, RequestFinished, RequestStarted, WorkerDraining
+from poolgrid.kernel.wire.identifiers import Stage
+from poolgrid.kernel.wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, RefusalKind
+from poolgrid.kernel.worker_protocol.booked_prefill import CROWDING_TOLERANCE_TOKENS, BookedPrefill
+from poolgrid.kernel.worker_protocol.kv_fetches import KvWanted
+from poolgrid.kernel.worker_protocol.refusal import RefusedError
+from poolgrid.plugins.simulated.core.kv_transfer import read_ticket
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.workers import transfers as kv_fetcher
+from poolgrid.server.workers.metrics import WorkerMetrics
+from poolgrid.server.workers.transfers import KvFetcher
 from tests.workers.builders import decode_leg, make_request, prefill_leg
 from tests.workers.fakes import PATIENCE_S, fake_router
 from tests.workers.running import RunningWorker, expected, running_worker

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from lab.website.configuration_page import description_cell
-from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+from poolgrid.plugins.simulated.settings import SimulatedWorkerSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 

@@ -8,11 +8,11 @@ from importlib.metadata import EntryPoint
 import httpx
 import pytest
 
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.requests import Cancel, RefusalKind
-from poolgrid.workers import bootstrap
-from poolgrid.workers.engines import registry
-from poolgrid.workers.engines.registry import GROUP, engine_definition, engines
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.requests import Cancel, RefusalKind
+from poolgrid.server.workers import bootstrap
+from poolgrid.server.workers.engines import registry
+from poolgrid.server.workers.engines.registry import GROUP, engine_definition, engines
 from tests.workers.builders import make_request
 from tests.workers.echo_engine.definition import EchoSettings
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, Journal, fake_router

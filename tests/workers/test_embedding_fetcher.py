@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from poolgrid.wire import codec
-from poolgrid.wire.multimodal import TensorDescriptor, TensorList
-from poolgrid.wire.requests import Generate
-from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
-from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
-from poolgrid.workers.transfers import EmbeddingFetcher
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.multimodal import TensorDescriptor, TensorList
+from poolgrid.kernel.wire.requests import Generate
+from poolgrid.kernel.worker_protocol.tensor_transfer import Tensor, TensorUnavailable
+from poolgrid.server.workers.tensor_transfer.zmq_transfer import TensorTransfer
+from poolgrid.server.workers.transfers import EmbeddingFetcher
 from tests.workers.builders import make_request
 
 PICTURE = np.ones(4, np.float16)

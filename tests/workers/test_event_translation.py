@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.kv_events.cache_events import (
+from poolgrid.kernel.kv_events.cache_events import (
     AnyEngineEvent,
     Cleared,
     Created,
@@ -19,13 +19,13 @@ from poolgrid.kv_events.cache_events import (
     StoredBlock,
     Updated,
 )
-from poolgrid.kv_events.trtllm import _parse_checked, parse_event
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared, GroupsReported, KvGroup
-from poolgrid.wire.hashing import block_hashes, hash_seed, pack_hashes, pack_tokens, sequence_hashes
-from poolgrid.wire.identifiers import Tier
-from poolgrid.workers.core.cache_facts import CacheFacts, chains
-from poolgrid.workers.core.event_translation import EventTranslator
+from poolgrid.kernel.kv_events.trtllm import _parse_checked, parse_event
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.events import BlocksRemoved, BlocksStored, CacheCleared, GroupsReported, KvGroup
+from poolgrid.kernel.wire.hashing import block_hashes, hash_seed, pack_hashes, pack_tokens, sequence_hashes
+from poolgrid.kernel.wire.identifiers import Tier
+from poolgrid.kernel.worker_protocol.cache_facts import CacheFacts, chains
+from poolgrid.kernel.worker_protocol.event_translation import EventTranslator
 from tests.examples import examples
 from tests.workers.builders import fold
 

@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 from pydantic import ValidationError
 
-from poolgrid.process import lifecycle, logs
-from poolgrid.process.tasks import supervised
-from poolgrid.workers.engines.server.definition import VLLM
-from poolgrid.workers.engines.server.settings import EngineServerSettings
-from poolgrid.workers.server_workers import ServerWorkers
-from poolgrid.workers.settings import WorkerProcessSettings
+from poolgrid.server.process import lifecycle, logs
+from poolgrid.server.process.tasks import supervised
+from poolgrid.server.workers.engines.server.definition import VLLM
+from poolgrid.server.workers.engines.server.settings import EngineServerSettings
+from poolgrid.server.workers.server_workers import ServerWorkers
+from poolgrid.server.workers.settings import WorkerProcessSettings
 
 PATIENCE_S = 120.0
 
@@ -72,7 +72,7 @@ async def fails_in_a_callback() -> None:
     def fault() -> None:
         raise KeyError("a bug")
 
-    fault.__globals__["__name__"] = "poolgrid.workers.anything"
+    fault.__globals__["__name__"] = "poolgrid.server.workers.anything"
     asyncio.get_running_loop().call_soon(fault)
 
 
@@ -101,7 +101,7 @@ def test_the_process_ends_when_all_have_failed_and_none_was_ever_ready() -> None
 
 def test_lines_of_the_log_name_the_worker_that_they_are_about(capsys: pytest.CaptureFixture[str]) -> None:
     async def serve(settings: WorkerProcessSettings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
-        logging.getLogger("poolgrid.workers").warning("the same words")
+        logging.getLogger("poolgrid.server.workers").warning("the same words")
 
     group = ServerWorkers(settings_of("http://a", "http://b").workers(), serve, lambda url: None)
     root = logging.getLogger()

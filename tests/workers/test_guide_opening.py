@@ -7,19 +7,19 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire.events import RequestFinished
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
-from poolgrid.workers.core.refusal import UnsupportedError
-from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming
-from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
-from poolgrid.workers.engines.simulated.core.next_token import TokenGuide, Vocabulary, prompt_logprobs
-from poolgrid.workers.engines.simulated.core.token_texts import TokenTexts
-from poolgrid.workers.engines.simulated.guides import LazyGuides
-from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
+from poolgrid.kernel.wire.events import RequestFinished
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
+from poolgrid.kernel.worker_protocol.engine import EngineReport
+from poolgrid.kernel.worker_protocol.refusal import UnsupportedError
+from poolgrid.plugins.simulated.core.engine import SimulatedLimits
+from poolgrid.plugins.simulated.core.next_token import TokenGuide, Vocabulary, prompt_logprobs
+from poolgrid.plugins.simulated.core.token_texts import TokenTexts
+from poolgrid.plugins.simulated.guides import LazyGuides
+from poolgrid.plugins.simulated.real_time import RealTimeSimulatedEngine
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.workers.timing import PolynomialTiming, ScaledTiming
 from tests.workers.fakes import PATIENCE_S
 
 VOCABULARY = Vocabulary(4096, 3, 2)

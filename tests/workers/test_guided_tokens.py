@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.wire.hashing import pack_tokens, unpack_tokens
-from poolgrid.wire.requests import Generate, RefusalKind, Routing, Sampling
-from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
-from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
-from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokens
-from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
-from poolgrid.workers.engines.simulated.core.next_token import STOP, Vocabulary
-from poolgrid.workers.engines.simulated.guides import LazyGuides
+from poolgrid.kernel.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.kernel.wire.requests import Generate, RefusalKind, Routing, Sampling
+from poolgrid.kernel.worker_protocol.refusal import RefusedError, UnableError, UnsupportedError
+from poolgrid.plugins.simulated.core.engine import SimulatedEngine, SimulatedLimits
+from poolgrid.plugins.simulated.core.guided_tokens import GuidedTokens
+from poolgrid.plugins.simulated.core.kv_transfer import KvSource
+from poolgrid.plugins.simulated.core.next_token import STOP, Vocabulary
+from poolgrid.plugins.simulated.guides import LazyGuides
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.examples import examples
 from tests.wire.test_guide_limits import chain, rules
 from tests.workers.builders import outputs, prefill, run_through, run_to_end

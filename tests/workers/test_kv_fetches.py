@@ -6,9 +6,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from poolgrid.wire.requests import KvOffered, RefusalKind
-from poolgrid.workers.core.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, ReleaseSource
-from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.kernel.wire.requests import KvOffered, RefusalKind
+from poolgrid.kernel.worker_protocol.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, ReleaseSource
+from poolgrid.kernel.worker_protocol.refusal import RefusedError
 
 TIMEOUT_MS = 200.0
 KEPT_MS = 1000.0

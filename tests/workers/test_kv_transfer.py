@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
-from poolgrid.wire.hashing import pack_hashes, pack_tokens, unpack_hashes
-from poolgrid.wire.identifiers import Stage, Tier
-from poolgrid.wire.requests import Generate, KvOffered, RefusalKind
-from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
-from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder
-from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, KvTicket, TransferModel, read_ticket
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output, expected_reply
+from poolgrid.kernel.wire.events import PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
+from poolgrid.kernel.wire.hashing import pack_hashes, pack_tokens, unpack_hashes
+from poolgrid.kernel.wire.identifiers import Stage, Tier
+from poolgrid.kernel.wire.requests import Generate, KvOffered, RefusalKind
+from poolgrid.kernel.worker_protocol.refusal import RefusedError
+from poolgrid.plugins.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
+from poolgrid.plugins.simulated.core.kv_groups import CacheRecorder
+from poolgrid.plugins.simulated.core.kv_transfer import KvSource, KvTicket, TransferModel, read_ticket
+from poolgrid.plugins.simulated.core.next_token import Vocabulary, expected_output, expected_reply
 from tests.examples import examples
 from tests.workers.builders import (
     VOCABULARY,

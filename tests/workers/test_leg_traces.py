@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.process.tracing.settings import TraceSampling
-from poolgrid.process.tracing.tracing import Tracing
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
-from poolgrid.wire.requests import Sampling as Wanted
-from poolgrid.wire.trace_context import TraceContext, TracePlace, read_traceparent
-from poolgrid.workers.core.kv_fetches import KvArrival
-from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.service import LegTraces
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.identifiers import Stage
+from poolgrid.kernel.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
+from poolgrid.kernel.wire.requests import Sampling as Wanted
+from poolgrid.kernel.wire.trace_context import TraceContext, TracePlace, read_traceparent
+from poolgrid.kernel.worker_protocol.engine import EngineReport
+from poolgrid.kernel.worker_protocol.kv_fetches import KvArrival
+from poolgrid.server.process.tracing.settings import TraceSampling
+from poolgrid.server.process.tracing.tracing import Tracing
+from poolgrid.server.workers.service import LegTraces
 from tests.process.test_tracing import Sink
 
 CALLER = TracePlace(7, 9, 1)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from poolgrid.wire.limits import LOGITS_PROCESSORS_MAX
-from poolgrid.wire.requests import LogitsProcessorCall, RefusalKind
-from poolgrid.workers.core.refusal import RefusedError, UnsupportedError
-from poolgrid.workers.logits.registry import (
+from poolgrid.kernel.wire.limits import LOGITS_PROCESSORS_MAX
+from poolgrid.kernel.wire.requests import LogitsProcessorCall, RefusalKind
+from poolgrid.kernel.worker_protocol.refusal import RefusedError, UnsupportedError
+from poolgrid.plugins.trtllm.logits_registry import (
     BUILT_IN,
     FailureChannel,
     LogitsProcessorRegistry,

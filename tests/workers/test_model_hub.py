@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.workers import model_hub
-from poolgrid.workers.model_hub import ModelHubError
+from poolgrid.server.workers import model_hub
+from poolgrid.server.workers.model_hub import ModelHubError
 from tests.workers.hub_server import COMMIT, FileServer, file_server
 
 FILES = {"config.json": b"{}", "tokenizer.json": b'{"a": 1}', "m.safetensors": bytes(1000), "original/p.pth": b"1"}
@@ -34,7 +34,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]
 
 def process(hub: FileServer, tmp_path: Path, model: str = "org/model") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "poolgrid.workers.model_hub", model],
+        [sys.executable, "-m", "poolgrid.server.workers.model_hub", model],
         env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

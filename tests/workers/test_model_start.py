@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.workers import bootstrap
-from poolgrid.workers.adapters.http_api import HttpApi
-from poolgrid.workers.engines.registry import engine_definition
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.model_fetch import ModelFetchError, fetched_model
-from poolgrid.workers.settings import WorkerProcessSettings
-from poolgrid.workers.start_phases import Phase, StartPhases
+from poolgrid.server.workers import bootstrap
+from poolgrid.server.workers.adapters.http_api import HttpApi
+from poolgrid.server.workers.engines.registry import engine_definition
+from poolgrid.server.workers.metrics import WorkerMetrics
+from poolgrid.server.workers.model_fetch import ModelFetchError, fetched_model
+from poolgrid.server.workers.settings import WorkerProcessSettings
+from poolgrid.server.workers.start_phases import Phase, StartPhases
 from tests.clock import HandClock
 from tests.process.leftovers import ended_leaving_nothing
 from tests.workers.fakes import FakeConsolidator, Journal

@@ -13,11 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.wire.hashing import pack_tokens, unpack_tokens
-from poolgrid.wire.requests import Sampling
-from poolgrid.workers.engines.simulated.core.next_token import (
+from poolgrid.kernel.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.kernel.wire.requests import Sampling
+from poolgrid.plugins.simulated.core.next_token import (
     AnswerLengths,
     GeneratedTokens,
     Vocabulary,
@@ -25,7 +23,9 @@ from poolgrid.workers.engines.simulated.core.next_token import (
     expected_reply,
     prompt_logprobs,
 )
-from poolgrid.workers.engines.simulated.opening import read_words
+from poolgrid.plugins.simulated.opening import read_words
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.prompt_model import PromptModel
 from tests.workers.builders import VOCABULARY
 from tests.workers.running import running_worker
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import (
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksStored,
     CacheCleared,
@@ -17,9 +17,9 @@ from poolgrid.wire.events import (
     SnapshotBegan,
     SnapshotEnded,
 )
-from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import Role, Tier
-from poolgrid.wire.ingest import (
+from poolgrid.kernel.wire.hashing import pack_hashes
+from poolgrid.kernel.wire.identifiers import Role, Tier
+from poolgrid.kernel.wire.ingest import (
     BATCH_FRAME,
     Acknowledged,
     Goodbye,
@@ -31,7 +31,7 @@ from poolgrid.wire.ingest import (
     Unknown,
     Welcome,
 )
-from poolgrid.workers.core.push_stream import (
+from poolgrid.kernel.worker_protocol.push_stream import (
     BLOCKS_PER_RESTATED_BATCH,
     EVENTS_PER_RESTATED_BATCH,
     OUTBOX_BYTES_MIN,
@@ -332,8 +332,8 @@ def test_after_any_faults_have_healed_the_copy_equals_the_truth(script: list[str
 
 
 def test_requests_published_are_restated_as_they_stand() -> None:
-    from poolgrid.wire.events import PrefillCompleted, RequestProgressed, RequestStarted
-    from poolgrid.workers.core.push_stream import PublishedRequests
+    from poolgrid.kernel.wire.events import PrefillCompleted, RequestProgressed, RequestStarted
+    from poolgrid.kernel.worker_protocol.push_stream import PublishedRequests
 
     requests = PublishedRequests()
     requests.apply(

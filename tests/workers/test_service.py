@@ -15,9 +15,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.cli.commands.drain import Told, drain_here
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire.events import (
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     BlocksStored,
     LoadReported,
@@ -31,9 +29,9 @@ from poolgrid.wire.events import (
     TurnEnded,
     WorkerDraining,
 )
-from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
-from poolgrid.wire.identifiers import Stage, Tier
-from poolgrid.wire.requests import (
+from poolgrid.kernel.wire.hashing import block_hashes, pack_tokens, sequence_hashes
+from poolgrid.kernel.wire.identifiers import Stage, Tier
+from poolgrid.kernel.wire.requests import (
     Cancel,
     Drain,
     FinishReason,
@@ -44,16 +42,18 @@ from poolgrid.wire.requests import (
     Sampling,
     TokenDelta,
 )
-from poolgrid.wire.sessions import SessionTurn, TurnAnswer
-from poolgrid.workers import bootstrap
-from poolgrid.workers.adapters.http_api import HttpApi, is_from_here
-from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
-from poolgrid.workers.core.push_stream import PushStream
-from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.engines.simulated.opening import make_card
-from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.publisher import EventPublisher
+from poolgrid.kernel.wire.sessions import SessionTurn, TurnAnswer
+from poolgrid.kernel.worker_protocol.engine import EngineReport
+from poolgrid.kernel.worker_protocol.push_stream import PushStream
+from poolgrid.plugins.simulated.opening import make_card
+from poolgrid.plugins.simulated.real_time import RealTimeSimulatedEngine
+from poolgrid.server.cli.commands.drain import Told, drain_here
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.workers import bootstrap
+from poolgrid.server.workers.adapters.http_api import HttpApi, is_from_here
+from poolgrid.server.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
+from poolgrid.server.workers.metrics import WorkerMetrics
+from poolgrid.server.workers.publisher import EventPublisher
 from tests.workers.builders import fold, make_request, prefill_leg
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, QuietEngine, fake_router
 from tests.workers.running import assembled, expected, make_settings, running_worker
@@ -521,15 +521,15 @@ async def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why(
 
 PROGRAM = """
 import asyncio, sys
-from poolgrid.process import lifecycle
-from poolgrid.workers.bootstrap import serve
-from poolgrid.workers.adapters.sockets import RequestSocket
-from poolgrid.workers.core.push_stream import PushStream
-from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.publisher import EventPublisher
-from poolgrid.workers.service import ServiceLimits, WorkerService
-from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+from poolgrid.server.process import lifecycle
+from poolgrid.server.workers.bootstrap import serve
+from poolgrid.server.workers.adapters.sockets import RequestSocket
+from poolgrid.kernel.worker_protocol.push_stream import PushStream
+from poolgrid.kernel.worker_protocol.engine import EngineReport
+from poolgrid.server.workers.metrics import WorkerMetrics
+from poolgrid.server.workers.publisher import EventPublisher
+from poolgrid.server.workers.service import ServiceLimits, WorkerService
+from poolgrid.plugins.simulated.settings import SimulatedWorkerSettings
 SimulatedWorkerSettings.first_token_id = 10  # a constant, so not among the settings
 settings = SimulatedWorkerSettings.model_validate_json(sys.argv[1])
 async def main(stop):
@@ -633,7 +633,7 @@ async def test_of_several_routers_one_that_knows_too_little_is_told_and_asked_to
 async def test_a_worker_that_no_consolidator_welcomes_says_so_until_one_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("poolgrid.workers.publisher.SILENCE_SAID_S", 0.01)
+    monkeypatch.setattr("poolgrid.server.workers.publisher.SILENCE_SAID_S", 0.01)
     clock = SystemClock()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     async with FakeConsolidator(Journal()) as consolidator:

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from poolgrid.wire.events import BlocksStored, LoadReported, RequestFinished, RequestStarted, SnapshotBegan
-from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.requests import FinishReason, Generate, Ping, RefusalKind, TokenDelta
-from poolgrid.workers.core.push_stream import PushTiming
-from poolgrid.workers.engines.protocol import EngineReport, RankReport
-from poolgrid.workers.service import ServiceLimits, WorkerService
+from poolgrid.kernel.wire.events import BlocksStored, LoadReported, RequestFinished, RequestStarted, SnapshotBegan
+from poolgrid.kernel.wire.hashing import pack_hashes
+from poolgrid.kernel.wire.requests import FinishReason, Generate, Ping, RefusalKind, TokenDelta
+from poolgrid.kernel.worker_protocol.engine import EngineReport, RankReport
+from poolgrid.kernel.worker_protocol.push_stream import PushTiming
+from poolgrid.server.workers.service import ServiceLimits, WorkerService
 from tests.workers.builders import make_request
 from tests.workers.fakes import FakeConsolidator, FakeRouter, Journal, QuietEngine, fake_router
 from tests.workers.running import assembled

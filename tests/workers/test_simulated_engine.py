@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.wire import codec
-from poolgrid.wire.events import (
+from poolgrid.kernel.index.prefix_index import PrefixIndex
+from poolgrid.kernel.projection.load_ledger import LoadLedger
+from poolgrid.kernel.projection.projection import Projection
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     JournalRecord,
     PrefillCompleted,
@@ -23,10 +23,10 @@ from poolgrid.wire.events import (
     RequestStarted,
     WorkerJoined,
 )
-from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
-from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
-from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from poolgrid.wire.requests import (
+from poolgrid.kernel.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+from poolgrid.kernel.wire.identifiers import Tier, WorkerId, WorkerKey
+from poolgrid.kernel.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
+from poolgrid.kernel.wire.requests import (
     Generate,
     KvOffered,
     KvRetention,
@@ -36,12 +36,12 @@ from poolgrid.wire.requests import (
     Sampling,
     TokenDelta,
 )
-from poolgrid.wire.sessions import SessionTurn
-from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
-from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder, parse_groups
-from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
-from poolgrid.workers.engines.simulated.core.next_token import (
+from poolgrid.kernel.wire.sessions import SessionTurn
+from poolgrid.kernel.worker_protocol.refusal import RefusedError
+from poolgrid.plugins.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
+from poolgrid.plugins.simulated.core.kv_groups import CacheRecorder, parse_groups
+from poolgrid.plugins.simulated.core.kv_transfer import KvSource
+from poolgrid.plugins.simulated.core.next_token import (
     AnswerLengths,
     Vocabulary,
     expected_output,

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from poolgrid.process.tasks import on_fatal
-from poolgrid.workers import bootstrap
-from poolgrid.workers.core.timing import TableError
-from poolgrid.workers.engines.simulated import opening
+from poolgrid.plugins.simulated import opening
+from poolgrid.server.process.tasks import on_fatal
+from poolgrid.server.workers import bootstrap
+from poolgrid.server.workers.timing import TableError
 from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, refused_for_its_port
 from tests.workers.fakes import FakeConsolidator, Journal
 from tests.workers.running import make_settings

@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from poolgrid.wire.events import RequestFinished, RequestStarted
-from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
-from poolgrid.wire.tasks import EmbeddingTask, Task, TaskResult, VisualTask, stage_of
-from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError
-from poolgrid.workers.engines import tasks as engine_of_tasks
-from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
-from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.engines.simulated.tasks import SimulatedDiffusion, SimulatedEmbeddings
-from poolgrid.workers.engines.tasks import TaskEngine, TaskMaker, Told
-from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
-from poolgrid.workers.engines.trtllm.visual import TrtllmVisual, plan_visual
+from poolgrid.kernel.wire.events import RequestFinished, RequestStarted
+from poolgrid.kernel.wire.identifiers import Role, Stage
+from poolgrid.kernel.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
+from poolgrid.kernel.wire.tasks import EmbeddingTask, Task, TaskResult, VisualTask, stage_of
+from poolgrid.kernel.worker_protocol.engine import EngineReport
+from poolgrid.kernel.worker_protocol.refusal import BrokenError, BusyError, RefusedError, UnableError
+from poolgrid.plugins.simulated.tasks import SimulatedDiffusion, SimulatedEmbeddings
+from poolgrid.plugins.trtllm.settings import TrtllmSettings
+from poolgrid.plugins.trtllm.visual import TrtllmVisual, plan_visual
+from poolgrid.server.workers.engines import tasks as engine_of_tasks
+from poolgrid.server.workers.engines.lifecycle.engine_thread import EngineThread
+from poolgrid.server.workers.engines.tasks import TaskEngine, TaskMaker, Told
 from tests.fakes import tensorrt_llm_of
 from tests.workers.running import running_worker
 

@@ -14,14 +14,14 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire.multimodal import TensorDescriptor
-from poolgrid.wire.requests import RefusalKind
-from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.tensor_transfer.nixl_transfer import NixlMissing, NixlTensorTransfer, make_agent
-from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
-from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
-from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
+from poolgrid.kernel.wire.multimodal import TensorDescriptor
+from poolgrid.kernel.wire.requests import RefusalKind
+from poolgrid.kernel.worker_protocol.refusal import RefusedError
+from poolgrid.kernel.worker_protocol.tensor_transfer import Tensor, TensorUnavailable
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.workers.tensor_transfer.nixl_transfer import NixlMissing, NixlTensorTransfer, make_agent
+from poolgrid.server.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
+from poolgrid.server.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 PATIENCE_S = 120.0
 HAS_NIXL = importlib.util.find_spec("nixl") is not None

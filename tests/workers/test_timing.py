@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.wire.card import NO_STEP_TIMES
-from poolgrid.workers.core.timing import (
+from poolgrid.kernel.wire.card import NO_STEP_TIMES
+from poolgrid.server.workers.engines.registry import engine_definition
+from poolgrid.server.workers.engines.server.core.server_facts import ServerFacts
+from poolgrid.server.workers.engines.server.dialects.vllm import KIND
+from poolgrid.server.workers.engines.server.opening import make_card
+from poolgrid.server.workers.settings import StepTimesSettings
+from poolgrid.server.workers.timing import (
     DIRECTORY,
     MEASURED,
     PolynomialTiming,
@@ -18,11 +23,6 @@ from poolgrid.workers.core.timing import (
     shipped_timing,
     timing_model,
 )
-from poolgrid.workers.engines.registry import engine_definition
-from poolgrid.workers.engines.server.core.server_facts import ServerFacts
-from poolgrid.workers.engines.server.dialects.vllm import KIND
-from poolgrid.workers.engines.server.opening import make_card
-from poolgrid.workers.settings import StepTimesSettings
 
 
 @pytest.mark.parametrize(

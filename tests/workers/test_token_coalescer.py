@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta, TokenLogprobs
-from poolgrid.workers.core.push_stream import TokenCoalescer
+from poolgrid.kernel.wire.hashing import pack_tokens
+from poolgrid.kernel.wire.requests import FinishReason, RefusalKind, TokenDelta, TokenLogprobs
+from poolgrid.kernel.worker_protocol.push_stream import TokenCoalescer
 from tests.workers.builders import make_request
 
 

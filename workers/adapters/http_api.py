@@ -10,12 +10,12 @@ from urllib.parse import parse_qs
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from poolgrid.http.browser_requests import SAFE_METHODS, is_from_page
-from poolgrid.http.health_app import HealthApp, HttpAnswer, Receive, Scope, Send, send_answer
-from poolgrid.wire.limits import DRAIN_TIMEOUT_MS_MAX
+from poolgrid.kernel.wire.limits import DRAIN_TIMEOUT_MS_MAX
+from poolgrid.server.http.browser_requests import SAFE_METHODS, is_from_page
+from poolgrid.server.http.health_app import HealthApp, HttpAnswer, Receive, Scope, Send, send_answer
 
 if TYPE_CHECKING:
-    from poolgrid.workers.service import WorkerService
+    from poolgrid.server.workers.service import WorkerService
 
 
 class HttpApi(HealthApp):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import zmq
 
-from poolgrid.transport.planes import name_plane, watch_as_client
-from poolgrid.transport.zmq_socket import CallbackSocket, bind, connect, look_again_soon, make_socket, port_of
+from poolgrid.server.transport.planes import name_plane, watch_as_client
+from poolgrid.server.transport.zmq_socket import CallbackSocket, bind, connect, look_again_soon, make_socket, port_of
 
 REQUEST_HIGH_WATER_MARK = 10_000
 """Frames queued per peer and direction: minutes of one frame per engine step. A peer that leaves more than that

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.process.clock import AwakeClock, Clock
-from poolgrid.process.settings import Settings
-from poolgrid.transport.planes import PlaneContext
-from poolgrid.wire.card import WorkerCard
-from poolgrid.workers.engines.protocol import Engine, ForwardBooks, UntilKnown
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.settings import WorkerProcessSettings
-from poolgrid.workers.start_phases import StartPhases
-from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
+from poolgrid.kernel.wire.card import WorkerCard
+from poolgrid.kernel.worker_protocol.engine import Engine, ForwardBooks, UntilKnown
+from poolgrid.server.process.clock import AwakeClock, Clock
+from poolgrid.server.process.settings import Settings
+from poolgrid.server.transport.planes import PlaneContext
+from poolgrid.server.workers.metrics import WorkerMetrics
+from poolgrid.server.workers.settings import WorkerProcessSettings
+from poolgrid.server.workers.start_phases import StartPhases
+from poolgrid.server.workers.transfers import EmbeddingExchange, KvExchange
 
 if TYPE_CHECKING:
-    from poolgrid.http.health_app import HttpAnswer
-    from poolgrid.workers.engines.server.kinds import ServerKind
-    from poolgrid.workers.server_workers import ServerWorkers
+    from poolgrid.server.http.health_app import HttpAnswer
+    from poolgrid.server.workers.engines.server.kinds import ServerKind
+    from poolgrid.server.workers.server_workers import ServerWorkers
 
 S = TypeVar("S", bound=WorkerProcessSettings)
 

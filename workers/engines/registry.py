@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from poolgrid.process.plugins import installed_plugins
-from poolgrid.process.settings import Settings
+from poolgrid.server.process.plugins import installed_plugins
+from poolgrid.server.process.settings import Settings
 
 if TYPE_CHECKING:
-    from poolgrid.workers.engines.definition import EngineDefinition
-    from poolgrid.workers.engines.server.kinds import ServerKind
+    from poolgrid.server.workers.engines.definition import EngineDefinition
+    from poolgrid.server.workers.engines.server.kinds import ServerKind
 
 GROUP = "poolgrid.engines"
 

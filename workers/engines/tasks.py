@@ -16,16 +16,16 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from poolgrid.process.tasks import cancel_all, owned
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import BlocksStored, LoadReported, RequestFinished, RequestStarted
-from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.limits import RESULT_BYTES_MAX
-from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
-from poolgrid.wire.tasks import TASK_ROLES, Task, TaskResult, stage_of
-from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError
-from poolgrid.workers.engines.lifecycle.rank_load import ReportBuffer
-from poolgrid.workers.engines.protocol import EngineReport
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.events import BlocksStored, LoadReported, RequestFinished, RequestStarted
+from poolgrid.kernel.wire.identifiers import Stage
+from poolgrid.kernel.wire.limits import RESULT_BYTES_MAX
+from poolgrid.kernel.wire.requests import FinishReason, Generate, TokenDelta
+from poolgrid.kernel.wire.tasks import TASK_ROLES, Task, TaskResult, stage_of
+from poolgrid.kernel.worker_protocol.engine import EngineReport
+from poolgrid.kernel.worker_protocol.refusal import BrokenError, BusyError, RefusedError, UnableError
+from poolgrid.server.process.tasks import cancel_all, owned
+from poolgrid.server.workers.engines.lifecycle.rank_load import ReportBuffer
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class TaskMaker(Protocol):
 
 
 class TaskHealth(Protocol):
-    """How an engine of tasks is, as ``poolgrid.workers.engines.protocol.Engine`` says it."""
+    """How an engine of tasks is, as ``poolgrid.kernel.worker_protocol.engine.Engine`` says it."""
 
     @property
     def unhealthy_reason(self) -> str: ...
@@ -72,7 +72,7 @@ class TaskHealth(Protocol):
 
 
 class TaskEngine:
-    """``poolgrid.workers.engines.protocol.Engine`` of one rank over a maker."""
+    """``poolgrid.kernel.worker_protocol.engine.Engine`` of one rank over a maker."""
 
     dp_size = 1
 

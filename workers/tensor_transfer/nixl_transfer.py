@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from poolgrid.wire.multimodal import NixlRegion, TensorDescriptor
-from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
-from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer, dtype_of
+from poolgrid.kernel.wire.multimodal import NixlRegion, TensorDescriptor
+from poolgrid.kernel.worker_protocol.tensor_transfer import Tensor, TensorUnavailable
+from poolgrid.server.workers.tensor_transfer.zmq_transfer import TensorTransfer, dtype_of
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from poolgrid.wire.multimodal import TensorDescriptor
-from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.tensor_transfer.port import Tensor
+from poolgrid.kernel.wire.multimodal import TensorDescriptor
+from poolgrid.kernel.worker_protocol.refusal import RefusedError
+from poolgrid.kernel.worker_protocol.tensor_transfer import Tensor
 
 if TYPE_CHECKING:
-    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
+    from poolgrid.server.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 
 class EmbeddingOffers:

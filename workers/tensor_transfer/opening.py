@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from poolgrid.workers.engines.definition import EngineHost
-    from poolgrid.workers.tensor_transfer.settings import TensorSettings
-    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
+    from poolgrid.server.workers.engines.definition import EngineHost
+    from poolgrid.server.workers.tensor_transfer.settings import TensorSettings
+    from poolgrid.server.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 
 def open_tensor_transfer(
@@ -18,9 +18,9 @@ def open_tensor_transfer(
     Raises ``OSError`` when the port cannot be bound, ``NixlMissing``.
     """
     # Imported where there are tensors: NumPy is a fifth of what a worker takes to start.
-    from poolgrid.workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
-    from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
-    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
+    from poolgrid.server.workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
+    from poolgrid.server.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
+    from poolgrid.server.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
     metrics = TensorMetrics(around.registry, transport)
     # Before the socket: without NIXL nothing has been bound.

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from poolgrid.workers.settings import WorkerProcessSettings
+from poolgrid.server.workers.settings import WorkerProcessSettings
 
 
 class TensorSettings(WorkerProcessSettings):

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from poolgrid.wire.limits import TENSOR_BYTES_MAX, TENSOR_DIMENSIONS_MAX
-from poolgrid.workers.core.refusal import BusyError, RefusedError
-from poolgrid.workers.tensor_transfer.port import Tensor
+from poolgrid.kernel.wire.limits import TENSOR_BYTES_MAX, TENSOR_DIMENSIONS_MAX
+from poolgrid.kernel.worker_protocol.refusal import BusyError, RefusedError
+from poolgrid.kernel.worker_protocol.tensor_transfer import Tensor
 
 
 @dataclass(slots=True)

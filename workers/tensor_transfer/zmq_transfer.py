@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import zmq
 
-from poolgrid.process.clock import Clock
-from poolgrid.process.log_lines import Complaints, shown_peer
-from poolgrid.transport.planes import name_plane
-from poolgrid.transport.zmq_socket import CallbackSocket, bind, connect, make_socket, port_of
-from poolgrid.wire import codec
-from poolgrid.wire.addresses import bracketed
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.multimodal import FetchTensor, ReleaseTensor, TensorChunk, TensorDescriptor, TensorUnknown
-from poolgrid.workers.adapters.sockets import CLOSE_LINGER_MS
-from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
-from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.addresses import bracketed
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.multimodal import FetchTensor, ReleaseTensor, TensorChunk, TensorDescriptor, TensorUnknown
+from poolgrid.kernel.worker_protocol.tensor_transfer import Tensor, TensorUnavailable
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.log_lines import Complaints, shown_peer
+from poolgrid.server.transport.planes import name_plane
+from poolgrid.server.transport.zmq_socket import CallbackSocket, bind, connect, make_socket, port_of
+from poolgrid.server.workers.adapters.sockets import CLOSE_LINGER_MS
+from poolgrid.server.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
 
 log = logging.getLogger(__name__)
 

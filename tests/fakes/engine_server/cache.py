@@ -14,7 +14,7 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+from poolgrid.kernel.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from poolgrid.transport.bound_socket import bind
-from poolgrid.wire.multimodal import digest_media, media_hash_u64
+from poolgrid.kernel.wire.multimodal import digest_media, media_hash_u64
+from poolgrid.server.transport.bound_socket import bind
 from tests.fakes.engine_server.cache import Drafting, PagedCache, Running
 from tests.fakes.engine_server.http import Reply, Request
 from tests.fakes.engine_server.vllm import Options, VllmServer, filled_in, next_token, picture_bytes

@@ -6,7 +6,7 @@ import base64
 from collections import deque
 from typing import Any
 
-from poolgrid.workers.engines.simulated.core import pictures
+from poolgrid.plugins.simulated.core import pictures
 from tests.fakes.engine_server.http import HttpServer, Reply, Request
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import zmq.asyncio
 from xxhash import xxh3_64_intdigest
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.wire.addresses import bracketed
-from poolgrid.wire.hashing import pack_tokens, unpack_tokens
-from poolgrid.wire.multimodal import digest_media
+from poolgrid.kernel.wire.addresses import bracketed
+from poolgrid.kernel.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.kernel.wire.multimodal import digest_media
+from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.frontend.prompt_model import PromptModel
 from tests.consolidator.pub_engine import PubEngine
 from tests.fakes.engine_server.cache import Drafting, PagedCache, Running
 from tests.fakes.engine_server.http import Cut, HttpServer, Reply, Request

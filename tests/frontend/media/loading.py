@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.media.loader import MediaLoader, MediaMetrics
-from poolgrid.frontend.media.references import MediaReference, MediaRefused, read_reference
-from poolgrid.frontend.media.settings import FETCH_TIMEOUT_MS, ITEMS_MAX, MEGABYTE, MediaSettings
-from poolgrid.inference import EVERYBODY, CacheDomain
-from poolgrid.process.clock import SystemClock
-from poolgrid.process.settings import with_constants
-from poolgrid.wire.multimodal import MediaItem
+from poolgrid.kernel.requests.inference import EVERYBODY, CacheDomain
+from poolgrid.kernel.wire.multimodal import MediaItem
+from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.frontend.media.loader import MediaLoader, MediaMetrics
+from poolgrid.server.frontend.media.references import MediaReference, MediaRefused, read_reference
+from poolgrid.server.frontend.media.settings import FETCH_TIMEOUT_MS, ITEMS_MAX, MEGABYTE, MediaSettings
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.process.settings import with_constants
 
 LOOPBACK = ("127.0.0.1/32",)
 """The one address that tests allow: 127.0.0.2 and the rest stay private."""

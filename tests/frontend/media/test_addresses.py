@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.frontend.media.addresses import (
+from poolgrid.server.frontend.media.addresses import (
     CARRIERS,
     GLOBAL_UNICAST,
     METADATA_ADDRESSES,
@@ -16,7 +16,7 @@ from poolgrid.frontend.media.addresses import (
     REFUSED_IPV6,
     AddressPolicy,
 )
-from poolgrid.frontend.media.fetcher import MediaFetcher
+from poolgrid.server.frontend.media.fetcher import MediaFetcher
 from tests.frontend.media.audit_events import AuditEvents
 from tests.frontend.media.loading import Names, loading
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from poolgrid.frontend.media.references import LocalFiles, MediaRefused
-from poolgrid.frontend.media.settings import MediaSettings
+from poolgrid.server.frontend.media.references import LocalFiles, MediaRefused
+from poolgrid.server.frontend.media.settings import MediaSettings
 from tests.frontend.media.audit_events import AuditEvents
 from tests.frontend.media.loading import loading
 from tests.frontend.media.samples import exploit_pickle, png, png_bomb, safetensors

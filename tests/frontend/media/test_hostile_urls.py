@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from poolgrid.frontend.media.addresses import AddressPolicy
-from poolgrid.frontend.media.references import PIECE_CHARS, decode_data_url
-from poolgrid.wire.multimodal import digest_media
+from poolgrid.kernel.wire.multimodal import digest_media
+from poolgrid.server.frontend.media.addresses import AddressPolicy
+from poolgrid.server.frontend.media.references import PIECE_CHARS, decode_data_url
 from tests.frontend.media.hostile_server import answer, hostile_server
 from tests.frontend.media.loading import Names, loading
 from tests.frontend.media.samples import data_url, image, png, png_bomb
@@ -267,7 +267,7 @@ async def test_the_media_of_a_request_are_bounded_by_number_and_by_bytes(monkeyp
         error = await media.refused(*[data_url(PICTURE)] * 3)
         assert (error.code, error.param) == ("media_too_many", "messages[0].content[2].image_url.url")
     noise = png() + bytes(450_000)
-    monkeypatch.setattr("poolgrid.frontend.media.loader.REQUEST_BYTES_MAX", 2**20)
+    monkeypatch.setattr("poolgrid.server.frontend.media.loader.REQUEST_BYTES_MAX", 2**20)
     async with loading() as media:
         assert len(await media.take(data_url(noise), data_url(noise))) == 2
         error = await media.refused(*[data_url(noise)] * 3)

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from poolgrid.frontend.media import image_headers
-from poolgrid.frontend.media.image_headers import (
+from poolgrid.server.frontend.media import image_headers
+from poolgrid.server.frontend.media.image_headers import (
     FILL_BYTES_MAX,
     FORMATS,
     STEPS_MAX,

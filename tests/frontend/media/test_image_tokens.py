@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.frontend.media.placeholders import tokens_of_image
-from poolgrid.wire.card import MediaSpec, ResizedGrid, TiledGrid
+from poolgrid.kernel.wire.card import MediaSpec, ResizedGrid, TiledGrid
+from poolgrid.server.frontend.media.placeholders import tokens_of_image
 
 QWEN_2 = MediaSpec(("image",), resized_grid=ResizedGrid(14, 2, 56 * 56, 14 * 14 * 4 * 1280))
 QWEN_2_WIDE = MediaSpec(("image",), resized_grid=ResizedGrid(14, 2, 56 * 56, 12_845_056))

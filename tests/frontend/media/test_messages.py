@@ -13,18 +13,18 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from poolgrid.frontend.chat_template import ChatTemplate
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.media.conversation import with_media
-from poolgrid.frontend.media.placeholders import place_media
-from poolgrid.frontend.media.references import MediaRefused
-from poolgrid.frontend.template_capabilities import ContentForm
-from poolgrid.frontend.template_probes import capabilities_of
-from poolgrid.inference import InferenceRequest, ServedModel
-from poolgrid.wire import limits
-from poolgrid.wire.card import MediaSpec, ResizedGrid
-from poolgrid.wire.hashing import pack_tokens, unpack_tokens
-from poolgrid.wire.multimodal import MediaItem, MediaKind, digest_media
+from poolgrid.kernel.requests.inference import InferenceRequest, ServedModel
+from poolgrid.kernel.wire import limits
+from poolgrid.kernel.wire.card import MediaSpec, ResizedGrid
+from poolgrid.kernel.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.kernel.wire.multimodal import MediaItem, MediaKind, digest_media
+from poolgrid.server.frontend.chat_template import ChatTemplate
+from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.frontend.media.conversation import with_media
+from poolgrid.server.frontend.media.placeholders import place_media
+from poolgrid.server.frontend.media.references import MediaRefused
+from poolgrid.server.frontend.template_capabilities import ContentForm
+from poolgrid.server.frontend.template_probes import capabilities_of
 from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.media.loading import loading
 from tests.frontend.media.samples import data_url, png

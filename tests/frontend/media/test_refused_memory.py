@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.media.loader import MediaLease
+from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.frontend.media.loader import MediaLease
 from tests.frontend.media.hostile_server import answer, hostile_server
 from tests.frontend.media.loading import Loading, loading
 from tests.frontend.media.samples import data_url, png, png_bomb

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from poolgrid.frontend.parsers.formats import OutputFormat, ToolUse
-from poolgrid.frontend.parsers.pieces import PieceKind
+from poolgrid.server.frontend.parsers.formats import OutputFormat, ToolUse
+from poolgrid.server.frontend.parsers.pieces import PieceKind
 
 SCHEMA = {
     "type": "object",

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.frontend.parsers.formats import AUTO, OutputFormat, ToolUse
-from poolgrid.frontend.parsers.pieces import OutputParser, PieceKind
-from poolgrid.output_formats import (
+from poolgrid.kernel.output_formats import (
     CALL_NAMES,
     REASONING_NAMES,
     call_aliases,
@@ -20,6 +18,8 @@ from poolgrid.output_formats import (
     reasoning_aliases,
     reasoning_format,
 )
+from poolgrid.server.frontend.parsers.formats import AUTO, OutputFormat, ToolUse
+from poolgrid.server.frontend.parsers.pieces import OutputParser, PieceKind
 from tests.examples import examples
 from tests.frontend.parsers.samples import SAMPLES, SCHEMAS, USE, Call
 from tests.frontend.parsers.test_golden import read

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend.parsers.argument_types import as_json, types_of
-from poolgrid.frontend.parsers.call_forms import CALL_CHARS_MAX
-from poolgrid.frontend.parsers.formats import AUTO, OutputFormat
-from poolgrid.frontend.tools import CallIds
+from poolgrid.server.frontend.parsers.argument_types import as_json, types_of
+from poolgrid.server.frontend.parsers.call_forms import CALL_CHARS_MAX
+from poolgrid.server.frontend.parsers.formats import AUTO, OutputFormat
+from poolgrid.server.frontend.tools import CallIds
 from tests.frontend.parsers.test_golden import read
 from tests.frontend.parsers.transcripts import GLM, TOOLS
 

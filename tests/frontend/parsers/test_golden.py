@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.frontend.parsers.formats import OutputFormat
-from poolgrid.frontend.parsers.pieces import OutputParser, PieceKind
-from poolgrid.output_formats import CALL_NAMES, REASONING_NAMES
+from poolgrid.kernel.output_formats import CALL_NAMES, REASONING_NAMES
+from poolgrid.server.frontend.parsers.formats import OutputFormat
+from poolgrid.server.frontend.parsers.pieces import OutputParser, PieceKind
 from tests.examples import examples
 from tests.frontend.parsers.transcripts import TOOLS, TRANSCRIPTS, Answer, Transcript
 

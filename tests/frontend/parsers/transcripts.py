@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from poolgrid.frontend.parsers.formats import OutputFormat, ToolUse
+from poolgrid.server.frontend.parsers.formats import OutputFormat, ToolUse
 
 TOOLS = ToolUse(
     frozenset({"get_weather", "get_time", "search", "f", "g"}),

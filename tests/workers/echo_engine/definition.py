@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.identifiers import Role
-from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
-from poolgrid.workers.settings import WorkerProcessSettings
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.identifiers import Role
+from poolgrid.server.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
+from poolgrid.server.workers.settings import WorkerProcessSettings
 from tests.workers.echo_engine.engine import EchoEngine
 
 

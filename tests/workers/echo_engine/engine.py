@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported, PrefillCompleted, RequestFinished, RequestStarted
-from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
-from poolgrid.workers.core.refusal import BusyError
-from poolgrid.workers.engines.protocol import EngineReport, RankReport
+from poolgrid.kernel.wire.events import (
+    AnyEvent,
+    BlocksStored,
+    LoadReported,
+    PrefillCompleted,
+    RequestFinished,
+    RequestStarted,
+)
+from poolgrid.kernel.wire.requests import FinishReason, Generate, TokenDelta
+from poolgrid.kernel.worker_protocol.engine import EngineReport, RankReport
+from poolgrid.kernel.worker_protocol.refusal import BusyError
 
 STEP_S = 0.001
 
 
 class EchoEngine:
-    """``poolgrid.workers.engines.protocol.Engine`` that answers with the prompt."""
+    """``poolgrid.kernel.worker_protocol.engine.Engine`` that answers with the prompt."""
 
     dp_size = 1
     unhealthy_reason = ""

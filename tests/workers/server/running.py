@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import zmq.asyncio
 
-from poolgrid.process.settings import with_constants
-from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, SnapshotBegan
-from poolgrid.wire.hashing import unpack_hashes
-from poolgrid.wire.requests import ForwardBegan, Forwarded, ForwardEnded
-from poolgrid.workers import bootstrap
-from poolgrid.workers.engines.registry import engine_definition
+from poolgrid.kernel.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, SnapshotBegan
+from poolgrid.kernel.wire.hashing import unpack_hashes
+from poolgrid.kernel.wire.requests import ForwardBegan, Forwarded, ForwardEnded
+from poolgrid.server.process.settings import with_constants
+from poolgrid.server.workers import bootstrap
+from poolgrid.server.workers.engines.registry import engine_definition
 from tests.fakes.engine_server.vllm import Options, VllmServer
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from poolgrid.workers.engines.registry import server_kinds
-from poolgrid.workers.engines.server.core.engine_figures import ForeignLoad
+from poolgrid.server.workers.engines.registry import server_kinds
+from poolgrid.server.workers.engines.server.core.engine_figures import ForeignLoad
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge

@@ -15,13 +15,13 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire.events import AnyEvent, GroupsReported
-from poolgrid.workers.engines.server.cache_events import FollowedEvents
-from poolgrid.workers.engines.server.core.server_facts import EventSource, ServerFacts
-from poolgrid.workers.engines.server.dialects import sglang, vllm
-from poolgrid.workers.engines.server.kinds import learn
-from poolgrid.workers.engines.server.server_client import ServerClient
+from poolgrid.kernel.wire.events import AnyEvent, GroupsReported
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.workers.engines.server.cache_events import FollowedEvents
+from poolgrid.server.workers.engines.server.core.server_facts import EventSource, ServerFacts
+from poolgrid.server.workers.engines.server.dialects import sglang, vllm
+from poolgrid.server.workers.engines.server.kinds import learn
+from poolgrid.server.workers.engines.server.server_client import ServerClient
 from tests.fakes.engine_server.cache import Drafting
 from tests.fakes.engine_server.sglang import SglangServer
 from tests.fakes.engine_server.vllm import Options, VllmServer

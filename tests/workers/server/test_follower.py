@@ -16,18 +16,18 @@ import pytest
 import zmq.asyncio
 from pydantic import ValidationError
 
-from poolgrid.cli.commands.consolidator import ServersBeside, follower_settings
-from poolgrid.consolidator import bootstrap as consolidator
-from poolgrid.consolidator.bootstrap import ConsolidatorEndpoints, MakePlanes
-from poolgrid.consolidator.core.pool_state import MemberRank
-from poolgrid.consolidator.service import ConsolidatorService
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings
-from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
-from poolgrid.workers.bootstrap import FollowedServers
-from poolgrid.workers.engines.server import engine, follower, health
-from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, ServerEntry, read_entry
-from poolgrid.workers.engines.server.follower import WatchedFile, WatchedName
-from poolgrid.workers.engines.server.settings import FollowedServersSettings, FollowerSettings
+from poolgrid.kernel.consolidation.pool_state import MemberRank
+from poolgrid.kernel.wire.identifiers import Tier, WorkerId, WorkerKey
+from poolgrid.server.cli.commands.consolidator import ServersBeside, follower_settings
+from poolgrid.server.consolidator import bootstrap as consolidator
+from poolgrid.server.consolidator.bootstrap import ConsolidatorEndpoints, MakePlanes
+from poolgrid.server.consolidator.service import ConsolidatorService
+from poolgrid.server.consolidator.settings import ConsolidatorProcessSettings
+from poolgrid.server.workers.bootstrap import FollowedServers
+from poolgrid.server.workers.engines.server import engine, follower, health
+from poolgrid.server.workers.engines.server.core.server_list import SERVERS_MAX, ServerEntry, read_entry
+from poolgrid.server.workers.engines.server.follower import WatchedFile, WatchedName
+from poolgrid.server.workers.engines.server.settings import FollowedServersSettings, FollowerSettings
 from tests.fakes.engine_server.openai import OpenAiServer
 from tests.fakes.engine_server.sglang import SglangServer
 from tests.fakes.engine_server.trtllm_serve import TrtllmServe
@@ -139,8 +139,8 @@ def _at_a_quicker_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "FILE_LOOK_S", 0.05)
     monkeypatch.setattr(follower, "DNS_LOOK_S", 0.05)
     monkeypatch.setattr(engine, "FIGURES_INTERVAL_S", 0.05)
-    monkeypatch.setattr("poolgrid.workers.engines.server.opening.ASK_AGAIN_S", 0.05)
-    monkeypatch.setattr("poolgrid.workers.engines.server.settings.EngineServerSettings.health_interval_ms", 50.0)
+    monkeypatch.setattr("poolgrid.server.workers.engines.server.opening.ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr("poolgrid.server.workers.engines.server.settings.EngineServerSettings.health_interval_ms", 50.0)
 
 
 async def complete(client: httpx.AsyncClient, server: VllmServer, **body: Any) -> None:

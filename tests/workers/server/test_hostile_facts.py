@@ -13,17 +13,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.kv_events.cache_events import AnyEngineEvent
-from poolgrid.process.clock import SystemClock
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.errors import DecodeError
-from poolgrid.workers.engines.registry import server_kinds
-from poolgrid.workers.engines.server.cache_events import DrainedEvents
-from poolgrid.workers.engines.server.core.server_facts import ModelList
-from poolgrid.workers.engines.server.kinds import MODELS, learn
-from poolgrid.workers.engines.server.opening import completed, make_card
-from poolgrid.workers.engines.server.server_client import FACTS_BYTES_MAX, PAGE_BYTES_MAX, ServerClient, ServerError
-from poolgrid.workers.engines.server.settings import EngineServerSettings
+from poolgrid.kernel.kv_events.cache_events import AnyEngineEvent
+from poolgrid.kernel.wire.card import WorkerCard
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.server.process.clock import SystemClock
+from poolgrid.server.workers.engines.registry import server_kinds
+from poolgrid.server.workers.engines.server.cache_events import DrainedEvents
+from poolgrid.server.workers.engines.server.core.server_facts import ModelList
+from poolgrid.server.workers.engines.server.kinds import MODELS, learn
+from poolgrid.server.workers.engines.server.opening import completed, make_card
+from poolgrid.server.workers.engines.server.server_client import (
+    FACTS_BYTES_MAX,
+    PAGE_BYTES_MAX,
+    ServerClient,
+    ServerError,
+)
+from poolgrid.server.workers.engines.server.settings import EngineServerSettings
 
 OK = b"HTTP/1.1 200 OK\r\n"
 PIECE = b" " * 65_536

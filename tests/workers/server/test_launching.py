@@ -11,9 +11,9 @@ import yaml
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from poolgrid.cli.main import app
-from poolgrid.workers.engines.registry import engine_definition
-from poolgrid.workers.engines.server.core.launching import (
+from poolgrid.server.cli.main import app
+from poolgrid.server.workers.engines.registry import engine_definition
+from poolgrid.server.workers.engines.server.core.launching import (
     Publishing,
     WantedServer,
     options_in,
@@ -22,7 +22,7 @@ from poolgrid.workers.engines.server.core.launching import (
     shown,
     without_option,
 )
-from poolgrid.workers.engines.server.dialects import sglang, trtllm_serve, vllm
+from poolgrid.server.workers.engines.server.dialects import sglang, trtllm_serve, vllm
 
 
 def wanted(*arguments: str, publishing: Publishing | None = None, **changes: Any) -> WantedServer:

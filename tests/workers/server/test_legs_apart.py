@@ -16,13 +16,13 @@ import httpx
 import pytest
 import zmq.asyncio
 
-from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.process.settings import with_constants
-from poolgrid.router import bootstrap as router
-from poolgrid.router.settings import RouterSettings
-from poolgrid.workers import bootstrap as worker
-from poolgrid.workers.engines.registry import engine_definition
+from poolgrid.server.consolidator.settings import ConsolidatorSettings
+from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.process.settings import with_constants
+from poolgrid.server.router import bootstrap as router
+from poolgrid.server.router.settings import RouterSettings
+from poolgrid.server.workers import bootstrap as worker
+from poolgrid.server.workers.engines.registry import engine_definition
 from tests.fakes.engine_server.http import Cut, Reply
 from tests.fakes.engine_server.sglang import SglangServer
 from tests.fakes.engine_server.trtllm_serve import TrtllmServe

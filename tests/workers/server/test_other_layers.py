@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from poolgrid.workers.engines.server.core.server_facts import ListedModel, other_layers
-from poolgrid.workers.engines.server.dialects import sglang
+from poolgrid.server.workers.engines.server.core.server_facts import ListedModel, other_layers
+from poolgrid.server.workers.engines.server.dialects import sglang
 
 SLIDING = ["sliding_attention", "full_attention"] * 2
 STATES = ["linear_attention", "full_attention"]

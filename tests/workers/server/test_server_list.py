@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.workers.engines.server.core.server_list import (
+from poolgrid.server.workers.engines.server.core.server_list import (
     ABSENCES_MAX,
     SERVERS_MAX,
     Addresses,

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.kv_events.follower import PubFollower
-from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, EventBatch
-from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
-from poolgrid.workers.core.cache_facts import ReportedBlocks
-from poolgrid.workers.publisher import can_wait
+from poolgrid.kernel.kv_events.follower import PubFollower
+from poolgrid.kernel.wire.events import AnyEvent, BlocksRemoved, BlocksStored, EventBatch
+from poolgrid.kernel.wire.hashing import block_hashes, pack_tokens, sequence_hashes
+from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.kernel.worker_protocol.cache_facts import ReportedBlocks
+from poolgrid.server.workers.publisher import can_wait
 from tests.workers.server.running import index_of
 
 RECORDING = Path(__file__).parents[2] / "data" / "engine_streams" / "sglang-0.5.16.msgpack.xz"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
-from poolgrid.wire.events import RequestFinished
+from poolgrid.kernel.wire.events import RequestFinished
 from tests.fakes.engine_server.sglang import SglangServer
 from tests.fakes.engine_server.vllm import answer_of
 from tests.workers.server.running import worker_before

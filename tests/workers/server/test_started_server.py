@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from lab.benchmarks.fleet import free_port
-from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
-from poolgrid.workers import bootstrap
-from poolgrid.workers.engines.registry import engine_definition
+from poolgrid.kernel.wire.hashing import block_hashes, pack_tokens, sequence_hashes
+from poolgrid.server.workers import bootstrap
+from poolgrid.server.workers.engines.registry import engine_definition
 from tests.e2e.processes import eventually
 from tests.fakes.engine_server.vllm import answer_of
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, Journal

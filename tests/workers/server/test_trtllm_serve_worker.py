@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
-from poolgrid.wire.events import BlocksStored, CacheCleared, RequestFinished
+from poolgrid.kernel.wire.events import BlocksStored, CacheCleared, RequestFinished
 from tests.fakes.engine_server.trtllm_serve import TrtllmServe
 from tests.fakes.engine_server.vllm import Options, answer_of
 from tests.workers.server.running import worker_before

@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from poolgrid.kv_events.pub import decode_pub
-from poolgrid.kv_events.translation import EngineTranslator
-from poolgrid.kv_events.trtllm import parse_event
-from poolgrid.wire import codec
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import EventBatch
-from poolgrid.workers.core.cache_facts import ReportedBlocks
-from poolgrid.workers.core.event_translation import EventTranslator
-from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor, prompt_logprobs
-from poolgrid.workers.engines.trtllm.core.statistics import load_of, parse_statistics
-from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
+from poolgrid.kernel.kv_events.pub import decode_pub
+from poolgrid.kernel.kv_events.translation import EngineTranslator
+from poolgrid.kernel.kv_events.trtllm import parse_event
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.events import EventBatch
+from poolgrid.kernel.worker_protocol.cache_facts import ReportedBlocks
+from poolgrid.kernel.worker_protocol.event_translation import EventTranslator
+from poolgrid.plugins.trtllm.core.outputs import OutputCursor, prompt_logprobs
+from poolgrid.plugins.trtllm.core.statistics import load_of, parse_statistics
+from poolgrid.plugins.trtllm.metrics import TrtllmMetrics
 from tests.examples import examples
 
 NAN, INFINITE = float("nan"), float("inf")

@@ -9,7 +9,7 @@ import re
 import httpx
 import pytest
 
-from poolgrid.wire.events import (
+from poolgrid.kernel.wire.events import (
     AnyEvent,
     PrefillCompleted,
     RequestFinished,
@@ -17,7 +17,7 @@ from poolgrid.wire.events import (
     SnapshotBegan,
     SnapshotEnded,
 )
-from poolgrid.wire.requests import RefusalKind
+from poolgrid.kernel.wire.requests import RefusalKind
 from tests.fakes.engine_server.vllm import Options, VllmServer, answer_of
 from tests.workers.builders import make_request
 from tests.workers.fakes import PATIENCE_S

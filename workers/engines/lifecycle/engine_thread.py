@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from poolgrid.process.tasks import owned
+from poolgrid.server.process.tasks import owned
 
 log = logging.getLogger(__name__)
 

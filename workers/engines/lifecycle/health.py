@@ -8,7 +8,7 @@ Rules:
    that it has can be expected of it. So is one in which nothing at all moves, and one that generates no token for
    request but its worker's own.
 3. An engine that is idle proves itself by generating a token every now and then; one that is busy by its progress
-   (``poolgrid.workers.engines.lifecycle.health``). One that is ill is asked again and again.
+   (``poolgrid.server.workers.engines.lifecycle.health``). One that is ill is asked again and again.
 4. ``unhealthy_reason`` is the fault; silence is wrong too. Progress and proofs heal it, but no proof counts
    while a call is out.
 
@@ -34,11 +34,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from poolgrid.process.clock import Clock
-from poolgrid.process.tasks import detached
-from poolgrid.wire.limits import TEXT_CHARS_MAX
-from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
-from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.kernel.wire.limits import TEXT_CHARS_MAX
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.tasks import detached
+from poolgrid.server.workers.engines.lifecycle.engine_thread import EngineThread
+from poolgrid.server.workers.metrics import WorkerMetrics
 
 
 @dataclass(frozen=True, slots=True)

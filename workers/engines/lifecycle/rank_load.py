@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from poolgrid.wire.events import AnyEvent, LoadReported
-from poolgrid.workers.engines.protocol import EngineReport, RankReport
+from poolgrid.kernel.wire.events import AnyEvent, LoadReported
+from poolgrid.kernel.worker_protocol.engine import EngineReport, RankReport
 
 
 @dataclass(slots=True)

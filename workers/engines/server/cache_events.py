@@ -19,21 +19,21 @@ from typing import Any
 import msgspec
 import zmq
 
-from poolgrid.kv_events.cache_events import AnyEngineEvent
-from poolgrid.kv_events.follower import Leave, NewLife, PubEffect, PubFollower, SourceState
-from poolgrid.kv_events.publisher_sockets import PublisherSockets
-from poolgrid.kv_events.root_seeds import RootSeeds
-from poolgrid.kv_events.translation import RootSeed
-from poolgrid.process.clock import Clock
-from poolgrid.process.log_lines import Complaints
-from poolgrid.process.tasks import supervised
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import AnyEvent, CacheCleared, EventBatch
-from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
-from poolgrid.workers.core.cache_facts import ReportedBlocks, RestatedEvent
-from poolgrid.workers.core.event_translation import EventTranslator
-from poolgrid.workers.engines.server.core.server_facts import EventSource
-from poolgrid.workers.engines.server.server_client import EVENTS_BYTES_MAX, ServerClient, ServerError
+from poolgrid.kernel.kv_events.cache_events import AnyEngineEvent
+from poolgrid.kernel.kv_events.follower import Leave, NewLife, PubEffect, PubFollower, SourceState
+from poolgrid.kernel.kv_events.root_seeds import RootSeeds
+from poolgrid.kernel.kv_events.translation import RootSeed
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.events import AnyEvent, CacheCleared, EventBatch
+from poolgrid.kernel.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.kernel.worker_protocol.cache_facts import ReportedBlocks, RestatedEvent
+from poolgrid.kernel.worker_protocol.event_translation import EventTranslator
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.log_lines import Complaints
+from poolgrid.server.process.tasks import supervised
+from poolgrid.server.transport.publisher_sockets import PublisherSockets
+from poolgrid.server.workers.engines.server.core.server_facts import EventSource
+from poolgrid.server.workers.engines.server.server_client import EVENTS_BYTES_MAX, ServerClient, ServerError
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ BLOCKS_MAX = 4_194_304
 
 
 class RankEvents:
-    """Follows the publisher of one rank as a consolidator does (``poolgrid.kv_events.follower``); keeps its blocks.
+    """Follows the publisher of one rank as a consolidator does (``poolgrid.kernel.kv_events.follower``); keeps its
+    blocks.
 
     The publisher's epochs and numbers end here. A new life of it, a loss that no replay repairs, and a connection that
     is gone for the lease are reported as ``CacheCleared``. ``told`` holds exactly what was reported.

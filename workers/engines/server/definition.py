@@ -8,20 +8,20 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
-from poolgrid.process.settings import Settings
-from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, ServerFollower
-from poolgrid.workers.engines.server.kinds import ServerKind
-from poolgrid.workers.engines.server.settings import (
+from poolgrid.server.process.settings import Settings
+from poolgrid.server.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, ServerFollower
+from poolgrid.server.workers.engines.server.kinds import ServerKind
+from poolgrid.server.workers.engines.server.settings import (
     EngineServerSettings,
     EngineServersSettings,
     FollowedServerSettings,
     FollowedServersSettings,
     FollowerSettings,
 )
-from poolgrid.workers.server_workers import ServerWorkers
-from poolgrid.workers.settings import StepTimesSettings
+from poolgrid.server.workers.server_workers import ServerWorkers
+from poolgrid.server.workers.settings import StepTimesSettings
 
-DIALECTS = "poolgrid.workers.engines.server.dialects"
+DIALECTS = "poolgrid.server.workers.engines.server.dialects"
 
 OTHERS = " Its options are those of `--engine vllm`."
 
@@ -61,7 +61,7 @@ def server_engine(
 def _open(
     kind: Callable[[], ServerKind], settings: EngineServerSettings, around: EngineHost
 ) -> AbstractAsyncContextManager[OpenedEngine]:
-    from poolgrid.workers.engines.server.opening import open_server
+    from poolgrid.server.workers.engines.server.opening import open_server
 
     return open_server(settings, around, {kind().name: kind()})
 
@@ -73,14 +73,14 @@ def _any_kind() -> ServerKind:
 
 
 def _open_any(settings: FollowedServerSettings, around: EngineHost) -> AbstractAsyncContextManager[OpenedEngine]:
-    from poolgrid.workers.engines.registry import server_kinds
-    from poolgrid.workers.engines.server.opening import open_server
+    from poolgrid.server.workers.engines.registry import server_kinds
+    from poolgrid.server.workers.engines.server.opening import open_server
 
     return open_server(settings, around, server_kinds())
 
 
 def _follow(settings: FollowerSettings, workers: ServerWorkers) -> ServerFollower:
-    from poolgrid.workers.engines.server.follower import EngineServerFollower
+    from poolgrid.server.workers.engines.server.follower import EngineServerFollower
 
     return EngineServerFollower(settings, workers)
 

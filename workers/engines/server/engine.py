@@ -7,7 +7,7 @@ Rules:
    others.
 3. A server that does not answer, or whose requests make no progress, is *silent*: its worker leaves the pool until it
    is well again (``health``).
-4. An exception in a callback is not caught: it ends the worker (``poolgrid.process.lifecycle``).
+4. An exception in a callback is not caught: it ends the worker (``poolgrid.server.process.lifecycle``).
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from poolgrid.process.clock import Clock
-from poolgrid.process.tasks import cancel_all, owned
-from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported
-from poolgrid.wire.requests import Generate
-from poolgrid.workers.core.cache_facts import RestatedEvent
-from poolgrid.workers.core.refusal import UnableError
-from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.engines.server.cache_events import CacheEvents
-from poolgrid.workers.engines.server.core.engine_figures import EngineFigures
-from poolgrid.workers.engines.server.health import ServerHealth
-from poolgrid.workers.engines.server.kinds import HEALTH_PATH
-from poolgrid.workers.engines.server.server_books import ServerBooks
-from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
-from poolgrid.workers.engines.server.settings import EngineServerSettings
-from poolgrid.workers.engines.server.started_server import StartedServer
-from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.kernel.wire.events import AnyEvent, BlocksStored, LoadReported
+from poolgrid.kernel.wire.requests import Generate
+from poolgrid.kernel.worker_protocol.cache_facts import RestatedEvent
+from poolgrid.kernel.worker_protocol.engine import EngineReport
+from poolgrid.kernel.worker_protocol.refusal import UnableError
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.tasks import cancel_all, owned
+from poolgrid.server.workers.engines.server.cache_events import CacheEvents
+from poolgrid.server.workers.engines.server.core.engine_figures import EngineFigures
+from poolgrid.server.workers.engines.server.health import ServerHealth
+from poolgrid.server.workers.engines.server.kinds import HEALTH_PATH
+from poolgrid.server.workers.engines.server.server_books import ServerBooks
+from poolgrid.server.workers.engines.server.server_client import ServerClient, ServerError
+from poolgrid.server.workers.engines.server.settings import EngineServerSettings
+from poolgrid.server.workers.engines.server.started_server import StartedServer
+from poolgrid.server.workers.metrics import WorkerMetrics
 
 FIGURES_INTERVAL_S = 1.0
 """Time between two looks at the engine's own figures: a page of metrics costs a server some milliseconds."""
@@ -40,7 +40,7 @@ REPORTED_WITHIN_S = 0.2
 
 
 class ServerEngine:
-    """``poolgrid.workers.engines.protocol.Engine`` over an engine server."""
+    """``poolgrid.kernel.worker_protocol.engine.Engine`` over an engine server."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Follows engine servers that come and go: those of the command line, a file, DNS names, Kubernetes, an operator.
 
 Each list has a task of its own, which tells ``ServerLists`` what it has; what is wanted then has a worker
-(``poolgrid.workers.server_workers``). A list that cannot be read is reported once, and changes nothing.
+(``poolgrid.server.workers.server_workers``). A list that cannot be read is reported once, and changes nothing.
 
 ``/v1/servers`` is for operators on this machine: ``GET`` lists the servers, ``POST`` adds one, ``DELETE`` removes one.
 What is added so is forgotten when the process ends; what a file, a name or labels have, they remove.
@@ -19,10 +19,10 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from poolgrid.http.health_app import HttpAnswer
-from poolgrid.process.plugins import plugin
-from poolgrid.process.tasks import cancel_all, supervised
-from poolgrid.workers.engines.server.core.server_list import (
+from poolgrid.server.http.health_app import HttpAnswer
+from poolgrid.server.process.plugins import plugin
+from poolgrid.server.process.tasks import cancel_all, supervised
+from poolgrid.server.workers.engines.server.core.server_list import (
     FILE_CHARS_MAX,
     SERVERS_MAX,
     Addresses,
@@ -34,8 +34,8 @@ from poolgrid.workers.engines.server.core.server_list import (
     read_file,
     url_of,
 )
-from poolgrid.workers.engines.server.settings import FollowerSettings
-from poolgrid.workers.server_workers import ServerWorkers
+from poolgrid.server.workers.engines.server.settings import FollowerSettings
+from poolgrid.server.workers.server_workers import ServerWorkers
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ DNS_LOOK_S = 3.0
 DNS_TIMEOUT_S = 10.0
 """How long a resolver may take; one that does not answer takes a thread meanwhile."""
 
-PODS = "poolgrid.kubernetes.pods"
+PODS = "poolgrid.plugins.kubernetes.pods"
 """Module that an installation may lack."""
 
 GIVEN = "given"
@@ -58,7 +58,7 @@ Look = Callable[[], Awaitable[Sequence[ServerEntry]]]
 
 
 class EngineServerFollower:
-    """Implements ``poolgrid.workers.engines.definition.ServerFollower``."""
+    """Implements ``poolgrid.server.workers.engines.definition.ServerFollower``."""
 
     def __init__(self, settings: FollowerSettings, workers: ServerWorkers) -> None:
         self._settings = settings

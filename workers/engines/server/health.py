@@ -20,13 +20,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from poolgrid.process.clock import Clock
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.limits import TEXT_CHARS_MAX
-from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
-from poolgrid.workers.engines.server.kinds import HEALTH_PATH
-from poolgrid.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
-from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.limits import TEXT_CHARS_MAX
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.workers.engines.lifecycle.health import EngineBrokenError
+from poolgrid.server.workers.engines.server.kinds import HEALTH_PATH
+from poolgrid.server.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
+from poolgrid.server.workers.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.kv_events.cache_events import AnyEngineEvent
-from poolgrid.workers.engines.server.core.engine_figures import EngineFigures
-from poolgrid.workers.engines.server.core.launching import Launch
-from poolgrid.workers.engines.server.core.server_facts import (
+from poolgrid.kernel.kv_events.cache_events import AnyEngineEvent
+from poolgrid.server.workers.engines.server.core.engine_figures import EngineFigures
+from poolgrid.server.workers.engines.server.core.launching import Launch
+from poolgrid.server.workers.engines.server.core.server_facts import (
     ListedModel,
     ModelList,
     ServerFacts,
@@ -23,7 +23,7 @@ from poolgrid.workers.engines.server.core.server_facts import (
     choose_model,
     vetted,
 )
-from poolgrid.workers.engines.server.server_client import ServerClient
+from poolgrid.server.workers.engines.server.server_client import ServerClient
 
 MODELS = "/v1/models"
 

@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import msgspec
 
-from poolgrid.http.http_client import HttpTarget
-from poolgrid.transport.security import is_loopback
-from poolgrid.wire.addresses import bracketed, ip_endpoint_problem
-from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.identifiers import Role
-from poolgrid.wire.limits import PROMPT_TOKENS_MAX, TEXT_CHARS_MAX
-from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
-from poolgrid.workers.engines.server.cache_events import CacheEvents, DrainedEvents, FollowedEvents
-from poolgrid.workers.engines.server.core.server_facts import (
+from poolgrid.kernel.wire.addresses import bracketed, ip_endpoint_problem
+from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.wire.identifiers import Role
+from poolgrid.kernel.wire.limits import PROMPT_TOKENS_MAX, TEXT_CHARS_MAX
+from poolgrid.server.http.http_client import HttpTarget
+from poolgrid.server.transport.security import is_loopback
+from poolgrid.server.workers.engines.definition import EngineHost, OpenedEngine
+from poolgrid.server.workers.engines.server.cache_events import CacheEvents, DrainedEvents, FollowedEvents
+from poolgrid.server.workers.engines.server.core.server_facts import (
     EventSource,
     ModelList,
     ServerFacts,
@@ -27,11 +27,11 @@ from poolgrid.workers.engines.server.core.server_facts import (
     aliases_of,
     choose_model,
 )
-from poolgrid.workers.engines.server.engine import ServerEngine
-from poolgrid.workers.engines.server.kinds import MODELS, ServerKind, kind_of, learn
-from poolgrid.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
-from poolgrid.workers.engines.server.settings import EngineServerSettings
-from poolgrid.workers.engines.server.started_server import StartedServer, start_server
+from poolgrid.server.workers.engines.server.engine import ServerEngine
+from poolgrid.server.workers.engines.server.kinds import MODELS, ServerKind, kind_of, learn
+from poolgrid.server.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
+from poolgrid.server.workers.engines.server.settings import EngineServerSettings
+from poolgrid.server.workers.engines.server.started_server import StartedServer, start_server
 
 log = logging.getLogger(__name__)
 

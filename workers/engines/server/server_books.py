@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
-from poolgrid.process.clock import Clock
-from poolgrid.wire.events import AnyEvent, LoadReported, PrefillCompleted, RequestFinished, RequestStarted
-from poolgrid.wire.requests import ForwardBegan
-from poolgrid.workers.engines.lifecycle.rank_load import RankLoad, ReportBuffer
-from poolgrid.workers.engines.server.core.engine_figures import ForeignLoad
+from poolgrid.kernel.wire.events import AnyEvent, LoadReported, PrefillCompleted, RequestFinished, RequestStarted
+from poolgrid.kernel.wire.requests import ForwardBegan
+from poolgrid.server.process.clock import Clock
+from poolgrid.server.workers.engines.lifecycle.rank_load import RankLoad, ReportBuffer
+from poolgrid.server.workers.engines.server.core.engine_figures import ForeignLoad
 
 REPORT_WITHIN_S = 0.02
 """Time that events wait for others: routers report together what came in a twentieth of a second anyway."""
 
 
 class ServerBooks:
-    """``poolgrid.workers.engines.protocol.ForwardBooks`` of all ranks."""
+    """``poolgrid.kernel.worker_protocol.engine.ForwardBooks`` of all ranks."""
 
     def __init__(
         self,

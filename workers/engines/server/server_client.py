@@ -6,9 +6,9 @@ from typing import TypeVar
 
 import msgspec
 
-from poolgrid.http.http_client import ClientExchange, HttpClient, HttpTarget, RequestFailed
-from poolgrid.process.clock import Clock
-from poolgrid.wire.errors import DecodeError
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.server.http.http_client import ClientExchange, HttpClient, HttpTarget, RequestFailed
+from poolgrid.server.process.clock import Clock
 
 PAGE_BYTES_MAX = 16 * 1024 * 1024
 """Largest answer that is not parsed as a whole: a page of metrics has some 200 KB, of 64 ranks some 10 MB."""

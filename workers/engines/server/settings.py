@@ -8,13 +8,13 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
 
-from poolgrid.http.http_client import HttpTarget
-from poolgrid.process.settings import Settings, ZmqEndpoint
-from poolgrid.wire.addresses import ip_endpoint_problem
-from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX
-from poolgrid.workers.engines.server.core.launching import check_arguments
-from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, ServerEntry, read_entry, role_and_url
-from poolgrid.workers.settings import (
+from poolgrid.kernel.wire.addresses import ip_endpoint_problem
+from poolgrid.kernel.wire.limits import SERVING_ENDPOINTS_MAX
+from poolgrid.server.http.http_client import HttpTarget
+from poolgrid.server.process.settings import Settings, ZmqEndpoint
+from poolgrid.server.workers.engines.server.core.launching import check_arguments
+from poolgrid.server.workers.engines.server.core.server_list import SERVERS_MAX, ServerEntry, read_entry, role_and_url
+from poolgrid.server.workers.settings import (
     ENGINE_ARGUMENT_HELP,
     MODEL_PATH_HELP,
     ROLE_HELP,

@@ -3,12 +3,12 @@
 Rules
 
 1. A server that does not start the first time ends the worker, with the last lines of its log: what is wrong with its
-   arguments stays wrong. One that dies later is started again, at growing intervals (``poolgrid.process.leash``)
+   arguments stays wrong. One that dies later is started again, at growing intervals (``poolgrid.server.process.leash``)
    and a few times in a row; then the worker ends.
 2. It keeps its addresses over its restarts: clients find it again. Its port is held for it while it is down.
-3. It never outlives the worker, whatever becomes of that: a process between the two (``poolgrid.process.leash``) holds
-   the end of a pipe, and ends it. The two and all that they start are a process group, and what is left of that when
-   one of them has ended is killed: it would hold GPUs that the next life needs.
+3. It never outlives the worker, whatever becomes of that: a process between the two (``poolgrid.server.process.leash``)
+   holds the end of a pipe, and ends it. The two and all that they start are a process group, and what is left of that
+   when one of them has ended is killed: it would hold GPUs that the next life needs.
 4. All its words are in a file of its own, which is only ever added to.
 """
 
@@ -29,14 +29,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from poolgrid.process.leash import leashed
-from poolgrid.process.restart_pace import RestartPace
-from poolgrid.process.tasks import cancel_all, owned
-from poolgrid.transport.bound_socket import ReservedPorts, bind
-from poolgrid.wire.addresses import bracketed
-from poolgrid.workers.engines.definition import EngineHost
-from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
-from poolgrid.workers.engines.server.core.launching import (
+from poolgrid.kernel.wire.addresses import bracketed
+from poolgrid.server.process.leash import leashed
+from poolgrid.server.process.restart_pace import RestartPace
+from poolgrid.server.process.tasks import cancel_all, owned
+from poolgrid.server.transport.bound_socket import ReservedPorts, bind
+from poolgrid.server.workers.engines.definition import EngineHost
+from poolgrid.server.workers.engines.lifecycle.health import EngineBrokenError
+from poolgrid.server.workers.engines.server.core.launching import (
     LOOPBACK,
     WILDCARDS,
     Launch,
@@ -48,9 +48,9 @@ from poolgrid.workers.engines.server.core.launching import (
     publishing_in,
     shown,
 )
-from poolgrid.workers.engines.server.kinds import ServerKind
-from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
-from poolgrid.workers.engines.server.settings import EngineServerSettings
+from poolgrid.server.workers.engines.server.kinds import ServerKind
+from poolgrid.server.workers.engines.server.server_client import ServerClient, ServerError
+from poolgrid.server.workers.engines.server.settings import EngineServerSettings
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from poolgrid.wire.events import BlocksRemoved, GroupsReported
-from poolgrid.wire.hashing import unpack_hashes, unpack_tokens
-from poolgrid.wire.identifiers import Tier
-from poolgrid.wire.multimodal import digest_media, media_hash_u64
-from poolgrid.workers.core.cache_facts import CacheEvent
-from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder, Link, SimulatedGroup
+from poolgrid.kernel.wire.events import BlocksRemoved, GroupsReported
+from poolgrid.kernel.wire.hashing import unpack_hashes, unpack_tokens
+from poolgrid.kernel.wire.identifiers import Tier
+from poolgrid.kernel.wire.multimodal import digest_media, media_hash_u64
+from poolgrid.kernel.worker_protocol.cache_facts import CacheEvent
+from poolgrid.plugins.simulated.core.kv_groups import CacheRecorder, Link, SimulatedGroup
 
 from .block_key import block_key_hash
 from .pictures import Picture

@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from poolgrid.wire import codec
-from poolgrid.wire.events import RequestStarted
-from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_tokens
-from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hashes_of_blocks
-from poolgrid.wire.requests import FinishReason, Generate, KvRetention, Routing, Sampling, TokenDelta
-from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming, TimingModel
-from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
-from poolgrid.workers.engines.simulated.core.next_token import GeneratedTokens, Vocabulary
+from poolgrid.kernel.wire import codec
+from poolgrid.kernel.wire.events import RequestStarted
+from poolgrid.kernel.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_tokens
+from poolgrid.kernel.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hashes_of_blocks
+from poolgrid.kernel.wire.requests import FinishReason, Generate, KvRetention, Routing, Sampling, TokenDelta
+from poolgrid.kernel.worker_protocol.refusal import RefusedError
+from poolgrid.plugins.simulated.core.engine import SimulatedEngine, SimulatedLimits
+from poolgrid.plugins.simulated.core.next_token import GeneratedTokens, Vocabulary
+from poolgrid.server.workers.timing import PolynomialTiming, ScaledTiming, TimingModel
 
 from ..disaggregated_params import DisaggregatedParams
 from ..executor.result import Logprob, Response

@@ -10,10 +10,10 @@ from typing import Any
 from llguidance import LLMatcher
 from pydantic import BaseModel
 
-from poolgrid.wire.requests import Sampling
-from poolgrid.workers.core.refusal import UnsupportedError
-from poolgrid.workers.engines.simulated.core.next_token import TokenGuide, Vocabulary
-from poolgrid.workers.engines.simulated.guides import LazyGuides, _Guide
+from poolgrid.kernel.wire.requests import Sampling
+from poolgrid.kernel.worker_protocol.refusal import UnsupportedError
+from poolgrid.plugins.simulated.core.next_token import TokenGuide, Vocabulary
+from poolgrid.plugins.simulated.guides import LazyGuides, _Guide
 
 from ..sampling_params import GuidedDecodingParams
 

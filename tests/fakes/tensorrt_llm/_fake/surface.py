@@ -10,7 +10,7 @@ import json
 from importlib import resources
 from typing import Any
 
-from poolgrid.workers.engines.trtllm import arguments
+from poolgrid.plugins.trtllm import arguments
 
 RUN_TIME, LATER_FIELDS, FIELDS_OF_1_4 = (
     json.loads(resources.files(arguments).joinpath(name).read_text())

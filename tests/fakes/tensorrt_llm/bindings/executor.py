@@ -8,7 +8,7 @@ from datetime import timedelta
 from enum import IntEnum
 from itertools import pairwise
 
-from poolgrid.wire.requests import KvRetention, RetainedTokens
+from poolgrid.kernel.wire.requests import KvRetention, RetainedTokens
 
 
 class KvCacheTransferMode(IntEnum):

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel
 from xxhash import xxh3_64_intdigest
 
-from poolgrid.wire.events import BlocksStored
-from poolgrid.wire.requests import Sampling
+from poolgrid.kernel.wire.events import BlocksStored
+from poolgrid.kernel.wire.requests import Sampling
 
 from .._fake import behaviour as behaviours
 from .._fake import opaque_state

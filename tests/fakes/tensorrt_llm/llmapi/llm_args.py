@@ -31,7 +31,7 @@ from pydantic import (
     model_validator,
 )
 
-from poolgrid.workers.engines.trtllm.arguments.engine_rules import KV_EVENTS
+from poolgrid.plugins.trtllm.arguments.engine_rules import KV_EVENTS
 
 from .._fake.profile import PROFILE
 from .._fake.surface import ADDED, GONE, LATER_FIELDS, RUN_TIME

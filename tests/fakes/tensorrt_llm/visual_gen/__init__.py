@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from poolgrid.wire.tasks import VisualTask
-from poolgrid.workers.engines.simulated.core import pictures
+from poolgrid.kernel.wire.tasks import VisualTask
+from poolgrid.plugins.simulated.core import pictures
 
 from .._fake.profile import PROFILE  # noqa: TID252 - the fake is imported as tensorrt_llm
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from poolgrid.wire.limits import U32_MAX
+from poolgrid.kernel.wire.limits import U32_MAX
 
 LABELS_OF_RANKS = re.compile(rb'[{,](?:engine|dp_rank)="(\d{1,4})"')
 """Where a line says which rank it is of."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from poolgrid.workers.engines.server.core.server_facts import EventSource
+from poolgrid.server.workers.engines.server.core.server_facts import EventSource
 
 LOOPBACK = "127.0.0.1"
 WILDCARDS = frozenset({"0.0.0.0", "::", "*", ""})

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from poolgrid.wire.addresses import bracketed
-from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
-from poolgrid.workers.core.engine_numbers import count_of
+from poolgrid.kernel.wire.addresses import bracketed
+from poolgrid.kernel.wire.limits import IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
+from poolgrid.kernel.worker_protocol.engine_numbers import count_of
 
 VERSION_CHARS_MAX = 64
 """Of a version that are kept: a card has room for 256 bytes with the engine's name."""

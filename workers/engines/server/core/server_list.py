@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-from poolgrid.wire.addresses import bracketed, http_url_problem, without_credentials
-from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
+from poolgrid.kernel.wire.addresses import bracketed, http_url_problem, without_credentials
+from poolgrid.kernel.wire.limits import IDENTIFIER_BYTES_MAX
 
 ROLES = ("aggregated", "prefill", "decode")
 

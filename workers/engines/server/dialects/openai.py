@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer
-from poolgrid.workers.engines.server.core.server_facts import ListedModel, ServerFacts
-from poolgrid.workers.engines.server.kinds import MODELS, ServerKind
-from poolgrid.workers.engines.server.server_client import ServerClient
+from poolgrid.server.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer
+from poolgrid.server.workers.engines.server.core.server_facts import ListedModel, ServerFacts
+from poolgrid.server.workers.engines.server.kinds import MODELS, ServerKind
+from poolgrid.server.workers.engines.server.server_client import ServerClient
 
 TITLE = "OpenAI-compatible server"
 

@@ -14,10 +14,10 @@ from typing import Annotated
 
 import msgspec
 
-from poolgrid.wire.addresses import PORT_MAX
-from poolgrid.workers.engines.server.core.engine_figures import EngineFigures
-from poolgrid.workers.engines.server.core.launching import Launch, Publishing, ServerCommand, WantedServer
-from poolgrid.workers.engines.server.core.server_facts import (
+from poolgrid.kernel.wire.addresses import PORT_MAX
+from poolgrid.server.workers.engines.server.core.engine_figures import EngineFigures
+from poolgrid.server.workers.engines.server.core.launching import Launch, Publishing, ServerCommand, WantedServer
+from poolgrid.server.workers.engines.server.core.server_facts import (
     RANKS_MAX,
     EventSource,
     ListedModel,
@@ -27,8 +27,8 @@ from poolgrid.workers.engines.server.core.server_facts import (
     other_layers,
     reachable,
 )
-from poolgrid.workers.engines.server.kinds import ServerKind
-from poolgrid.workers.engines.server.server_client import ServerClient
+from poolgrid.server.workers.engines.server.kinds import ServerKind
+from poolgrid.server.workers.engines.server.server_client import ServerClient
 
 TITLE = "SGLang"
 

@@ -13,12 +13,17 @@ from typing import Any
 
 import yaml
 
-from poolgrid.kv_events.trtllm import parse_event
-from poolgrid.workers.engines.server.core.engine_figures import EngineFigures
-from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer, without_option
-from poolgrid.workers.engines.server.core.server_facts import ListedModel, ServerFacts, events_leave_out, other_layers
-from poolgrid.workers.engines.server.kinds import ServerKind, version_of
-from poolgrid.workers.engines.server.server_client import ServerClient
+from poolgrid.kernel.kv_events.trtllm import parse_event
+from poolgrid.server.workers.engines.server.core.engine_figures import EngineFigures
+from poolgrid.server.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer, without_option
+from poolgrid.server.workers.engines.server.core.server_facts import (
+    ListedModel,
+    ServerFacts,
+    events_leave_out,
+    other_layers,
+)
+from poolgrid.server.workers.engines.server.kinds import ServerKind, version_of
+from poolgrid.server.workers.engines.server.server_client import ServerClient
 
 TITLE = "trtllm-serve"
 

@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from poolgrid.wire.errors import DecodeError
-from poolgrid.workers.core.engine_numbers import count_of, digits_of
-from poolgrid.workers.engines.server.core.engine_figures import EngineFigures, lines_of
-from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer
-from poolgrid.workers.engines.server.core.server_facts import (
+from poolgrid.kernel.wire.errors import DecodeError
+from poolgrid.kernel.worker_protocol.engine_numbers import count_of, digits_of
+from poolgrid.server.workers.engines.server.core.engine_figures import EngineFigures, lines_of
+from poolgrid.server.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer
+from poolgrid.server.workers.engines.server.core.server_facts import (
     RANKS_MAX,
     EventSource,
     ListedModel,
@@ -29,8 +29,8 @@ from poolgrid.workers.engines.server.core.server_facts import (
     doubt_of_family,
     reachable,
 )
-from poolgrid.workers.engines.server.kinds import ServerKind, version_of
-from poolgrid.workers.engines.server.server_client import NOT_THERE, ServerClient, ServerError
+from poolgrid.server.workers.engines.server.kinds import ServerKind, version_of
+from poolgrid.server.workers.engines.server.server_client import NOT_THERE, ServerClient, ServerError
 
 TITLE = "vLLM"
 

@@ -1,0 +1,1 @@
+"""What an owner must know, pure."""

@@ -1,0 +1,1 @@
+"""Which worker holds which block."""

@@ -1,0 +1,1 @@
+"""What a router knows of its pool."""

@@ -1,0 +1,1 @@
+"""What makes processes of the kernel."""

@@ -1,0 +1,68 @@
+"""`poolgrid`: the one console command."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from poolgrid import __version__
+from poolgrid.server.cli.command_line import LateGroup
+from poolgrid.server.process import garbage
+
+PROGRAM = "poolgrid"
+
+CORE = "poolgrid.server.cli.commands"
+TOOLS = "poolgrid.plugins"
+
+SECTIONS = {
+    "Run": {
+        "up": f"{CORE}.up",
+        "router": f"{CORE}.router",
+        "global-router": f"{CORE}.global_router",
+        "worker": f"{CORE}.worker",
+        "consolidator": f"{CORE}.consolidator",
+    },
+    "Look": {
+        "top": f"{CORE}.top",
+        "explain": f"{CORE}.explain",
+        "doctor": f"{CORE}.doctor",
+        "journal": f"{CORE}.journal",
+    },
+    "Try": {
+        "bench": f"{TOOLS}.bench.command",
+        "simulate": f"{TOOLS}.simulation.simulate_command",
+        "replay": f"{CORE}.replay",
+        "what-if": f"{TOOLS}.simulation.what_if_command",
+    },
+    "Set up": {
+        "config": f"{CORE}.config",
+        "keys": f"{CORE}.keys",
+        "engine-config": "poolgrid.plugins.trtllm.command",
+        "engine-check": f"{TOOLS}.engine_check.command",
+        "completion": f"{CORE}.completion",
+    },
+    "Operate": {"drain": f"{CORE}.drain"},
+}
+"""The module of each command, by section of the help. A folder that is absent takes its commands along."""
+
+app = LateGroup(
+    SECTIONS,
+    name=PROGRAM,
+    help="Route LLM requests by KV cache and load to vLLM, SGLang and TensorRT-LLM workers.",
+    epilog="Begin with: poolgrid up",
+    no_args_is_help=True,
+)
+click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s", help="Print the version.")(app)
+
+
+def run() -> None:
+    """Run the command line, or answer a shell that completes one (click's ``_POOLGRID_COMPLETE``)."""
+    garbage.collect_rarely()
+    # For its plug-ins, pydantic reads the metadata of every installed distribution: 6 % of the CPU of a start.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    app(prog_name=PROGRAM)
+
+
+if __name__ == "__main__":
+    run()
