@@ -10,7 +10,6 @@ import ssl
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ from poolgrid.server.global_router.router_link import Discover, PoolNetwork
 from poolgrid.server.global_router.service import GlobalRouterService
 from poolgrid.server.global_router.settings import TIMINGS, GlobalRouterSettings
 from poolgrid.server.process.lifecycle import GroupPlace
-from poolgrid.server.process.plugins import is_installed
+from poolgrid.server.process.plugins import PARTS, has_plugin, load_plugin
 from poolgrid.server.process.tasks import Restart, cancel_all, supervised, unless
 from poolgrid.server.proxy.forward_server import ForwardServer
 from poolgrid.server.proxy.opening import open_forwarding
@@ -98,8 +97,8 @@ def _pool_key(path: Path | None) -> str | None:
     return key
 
 
-FLEET_PAGE = "poolgrid.plugins.fleet_page.global_source"
-"""A module that an installation may lack."""
+FLEET_PAGE = "fleet-page-of-global-router"
+"""A part that an installation may lack."""
 
 
 async def serve(
@@ -160,10 +159,10 @@ async def serve(
         prompts = PromptRecord(app.state.metrics)
         front = open_forwarding(opened, app, service, frontend, process.clock, prompts, connect)
         server = process.open_server(front, service.stop)
-        if frontend.fleet_page and is_installed(FLEET_PAGE):
+        if frontend.fleet_page and has_plugin(PARTS, FLEET_PAGE):
             namespace = settings.namespace if settings.has_names else ""
-            page = import_module(FLEET_PAGE)
-            page.open_global_page(opened, app, service, client, namespace, process.clock, awake, place)
+            open_page = load_plugin(PARTS, FLEET_PAGE)
+            open_page(opened, app, service, client, namespace, process.clock, awake, place)
         hang_up = _take_hang_ups(opened)
         if names is not None:
             from poolgrid.server.discovery.registry import Scope

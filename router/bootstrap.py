@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry
@@ -21,7 +20,7 @@ from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.process.clock import Clock
 from poolgrid.server.process.lifecycle import GroupPlace
-from poolgrid.server.process.plugins import EVENT_PLANES, is_installed, load_plugin, plugin
+from poolgrid.server.process.plugins import EVENT_PLANES, PARTS, has_plugin, load_part, load_plugin
 from poolgrid.server.process.tasks import detached, unless
 from poolgrid.server.proxy.opening import open_forwarding
 from poolgrid.server.proxy.prompt_record import PromptRecord
@@ -72,9 +71,9 @@ class Endpoints(NamedTuple):
     """Where this process alone answers, when several share the port."""
 
 
-FLEET_PAGE = "poolgrid.plugins.fleet_page.router_source"
-ENDPOINT_PICKER = "poolgrid.plugins.endpoint_picker.server"
-"""Modules that an installation may lack."""
+FLEET_PAGE = "fleet-page-of-router"
+ENDPOINT_PICKER = "endpoint-picker"
+"""Parts that an installation may lack."""
 
 
 async def serve(
@@ -136,9 +135,9 @@ async def serve(
         add_pool_endpoint(app, plane, service, recorder)
         front = open_forwarding(opened, app, service, frontend, clock, prompts)
         server = process.open_server(front, service.end_requests)
-        if frontend.fleet_page and is_installed(FLEET_PAGE):
-            page = import_module(FLEET_PAGE)
-            page.open_router_page(opened, app, settings, service, state, clock, place)
+        if frontend.fleet_page and has_plugin(PARTS, FLEET_PAGE):
+            open_page = load_plugin(PARTS, FLEET_PAGE)
+            open_page(opened, app, settings, service, state, clock, place)
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
         server.start()
         if recorder is not None:
@@ -150,10 +149,8 @@ async def serve(
         ext_proc = ""
         if settings.ext_proc_port is not None:
             # Late: it brings gRPC, which most routers have no use for.
-            picker = plugin(ENDPOINT_PICKER, f"ext_proc_port {settings.ext_proc_port}")
-            ext_proc = await picker.open_endpoint_picker(
-                opened, settings, frontend, app, service, state, registry, awake
-            )
+            open_picker = load_part(ENDPOINT_PICKER, f"ext_proc_port {settings.ext_proc_port}")
+            ext_proc = await open_picker(opened, settings, frontend, app, service, state, registry, awake)
         offset = state.projection.next_offset
         if process.names is not None:
             await _register(opened, settings, process.names, server.url, plane, embedded)

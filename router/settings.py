@@ -10,12 +10,12 @@ from poolgrid.kernel.decision.policy import APPROXIMATE_TTL_MS, HOLD_LIMIT_MS
 from poolgrid.kernel.projection.load_ledger import LEDGER_BYTES
 from poolgrid.kernel.wire.addresses import is_name
 from poolgrid.server.process.nats_settings import EventPlaneSettings
-from poolgrid.server.process.plugins import is_installed, policy_names
+from poolgrid.server.process.plugins import PARTS, has_plugin, is_installed, policy_names
 from poolgrid.server.process.settings import Settings, ZmqAddress
 from poolgrid.server.serving.router_settings import ServingSettings
 
-EXT_PROC = ("grpc", "google.protobuf", "poolgrid.plugins.endpoint_picker")
-"""What the endpoint picker needs: libraries of the extra ``ext-proc``, and the folder of the plug-in."""
+EXT_PROC = ("grpc", "google.protobuf")
+"""What the endpoint picker needs: libraries of the extra ``ext-proc``."""
 
 
 class EndpointPickerSettings(Settings):
@@ -40,7 +40,14 @@ class EndpointPickerSettings(Settings):
 
     @model_validator(mode="after")
     def _check_library(self) -> Self:
-        if self.ext_proc_port is not None and (missing := [each for each in EXT_PROC if not is_installed(each)]):
+        if self.ext_proc_port is None:
+            return self
+        if not has_plugin(PARTS, "endpoint-picker"):
+            raise ValueError(
+                f"ext_proc_port is {self.ext_proc_port}, and the plug-in 'endpoint-picker' is not installed: leave "
+                "ext_proc_port out"
+            )
+        if missing := [each for each in EXT_PROC if not is_installed(each)]:
             raise ValueError(
                 f"ext_proc_port is {self.ext_proc_port}, and {' and '.join(missing)} cannot be imported: install "
                 "poolgrid[ext-proc], or leave ext_proc_port out"

@@ -7,6 +7,7 @@ are, without the ``poolgrid`` before it: ``test_import_names.py`` sees to that n
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -23,144 +24,176 @@ PAGE = ROOT / "docs" / "architecture.md"
 ANYTHING = ("",)
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "output_formats": (),
-    "wire": ("output_formats",),
-    "diagnosis": (),
-    "kv_events": ("wire",),
-    "kv_events.publisher_sockets": ("wire", "kv_events", "process", "transport"),
-    "forwarding": ("wire", "diagnosis"),
-    "structured_output": ("wire",),
-    "process": ("wire",),
-    "transport": ("wire", "process"),
-    "http": ("wire", "process", "transport"),
-    "inference": ("wire", "process.log_lines", "process.tracing.record"),
-    "discovery.registry": ("wire",),
-    "discovery": ("wire", "process", "transport"),
-    "kubernetes.slices": ("wire", "discovery.registry"),
-    "kubernetes": ("wire", "process", "http", "discovery"),
-    "frontend": (
-        "output_formats",
-        "wire",
-        "forwarding.multipart",
-        "process",
-        "http",
-        "inference",
-        "structured_output",
+    "kernel.output_formats": (),
+    "kernel.wire": ("kernel.output_formats",),
+    "kernel.kv_events": ("kernel.wire",),
+    "kernel.index": ("kernel.wire",),
+    "kernel.decision": ("kernel.wire",),
+    "kernel.requests": ("kernel.wire",),
+    "kernel.pool_grids": ("kernel.wire",),
+    "kernel.consolidation": ("kernel.wire", "kernel.kv_events", "kernel.index.sharded_map"),
+    "kernel.journal": ("kernel.wire", "kernel.consolidation"),
+    "kernel.projection": ("kernel.wire", "kernel.index", "kernel.decision", "kernel.consolidation.session_table"),
+    "kernel.routing": ("kernel.wire", "kernel.index", "kernel.decision", "kernel.projection"),
+    "kernel.worker_protocol": ("kernel.wire", "kernel.kv_events"),
+    "server.diagnosis": (),
+    "server.structured_output": ("kernel.wire",),
+    "server.forwarding": ("kernel.wire", "server.diagnosis"),
+    "server.process": ("kernel.wire", "kernel.requests.log_fields", "kernel.requests.trace_record"),
+    "server.transport": ("kernel.wire", "server.process"),
+    "server.transport.publisher_sockets": ("kernel.wire", "kernel.kv_events", "server.process", "server.transport"),
+    "server.http": ("kernel.wire", "server.process", "server.transport"),
+    "server.discovery.registry": ("kernel.wire",),
+    "server.discovery": ("kernel.wire", "server.process", "server.transport"),
+    "server.frontend": (
+        "kernel.output_formats",
+        "kernel.wire",
+        "kernel.requests",
+        "server.forwarding.multipart",
+        "server.process",
+        "server.http",
+        "server.structured_output",
     ),
-    "serving.fair_queue": (),
-    "serving": ("wire", "process", "transport", "inference"),
-    "serving.router_settings": ("wire", "process", "http", "discovery"),
-    "serving.router_process": (
-        "wire",
-        "process",
-        "transport",
-        "http",
-        "inference",
-        "discovery",
-        "frontend",
-        "serving",
-        "fleet_page",
+    "server.serving.fair_queue": (),
+    "server.serving": ("kernel.wire", "kernel.requests", "server.process", "server.transport"),
+    "server.serving.router_settings": ("kernel.wire", "server.process", "server.http", "server.discovery"),
+    "server.serving.router_process": (
+        "kernel.wire",
+        "kernel.requests",
+        "server.process",
+        "server.transport",
+        "server.http",
+        "server.discovery",
+        "server.frontend",
+        "server.serving",
     ),
-    "consolidator.core": ("wire", "kv_events"),
-    "consolidator": ("wire", "kv_events", "process", "transport", "http", "discovery"),
-    "nats": ("wire", "process", "transport", "discovery", "consolidator"),
-    "fleet_page": ("wire", "process", "frontend", "serving", "consolidator", "router", "global_router"),
-    "router.core": (
-        "wire",
-        "diagnosis",
-        "serving.fair_queue",
-        "consolidator.core.session_table",
-        "consolidator.core.sharded_map",
+    "server.consolidator": (
+        "kernel.wire",
+        "kernel.kv_events",
+        "kernel.consolidation",
+        "kernel.journal",
+        "server.process",
+        "server.transport",
+        "server.http",
+        "server.discovery",
     ),
-    "router.policies": ("wire", "router.core"),
-    "proxy": (
-        "forwarding",
-        "wire",
-        "process",
-        "http",
-        "inference",
-        "frontend",
+    "server.proxy": (
+        "kernel.wire",
+        "kernel.requests",
+        "server.forwarding",
+        "server.process",
+        "server.http",
+        "server.frontend",
     ),
-    "router": (
-        "wire",
-        "diagnosis",
-        "process",
-        "transport",
-        "http",
-        "inference",
-        "discovery",
-        "frontend",
-        "proxy",
-        "serving",
-        "consolidator",
+    "server.router": (
+        "kernel.wire",
+        "kernel.index",
+        "kernel.decision",
+        "kernel.projection",
+        "kernel.routing",
+        "kernel.requests",
+        "kernel.consolidation",
+        "kernel.journal",
+        "server.diagnosis",
+        "server.process",
+        "server.transport",
+        "server.http",
+        "server.discovery",
+        "server.frontend",
+        "server.proxy",
+        "server.serving",
+        "server.consolidator",
     ),
-    "global_router.core": ("wire",),
-    "global_router": (
-        "wire",
-        "process",
-        "transport",
-        "http",
-        "inference",
-        "discovery",
-        "forwarding",
-        "frontend",
-        "proxy",
-        "serving",
+    "server.global_router": (
+        "kernel.wire",
+        "kernel.requests",
+        "kernel.pool_grids",
+        "server.process",
+        "server.transport",
+        "server.http",
+        "server.discovery",
+        "server.forwarding",
+        "server.frontend",
+        "server.proxy",
+        "server.serving",
     ),
-    "workers.core": ("wire", "kv_events"),
-    "workers.engines.simulated.core": ("wire", "kv_events", "workers.core"),
-    "workers.engines.trtllm.core": ("wire", "kv_events", "structured_output", "workers.core"),
-    "workers.engines.trtllm.command": ("workers", "cli"),
-    "workers.engines.server.core": ("wire", "kv_events", "workers.core"),
-    "workers.engines.server.dialects": ("wire", "kv_events", "workers.core", "workers.engines.server"),
-    "workers": ("wire", "kv_events", "structured_output", "process", "transport", "http", "discovery"),
-    "tools.simulation": (
-        "wire",
-        "process",
-        "router.core",
-        "workers.core",
-        "workers.engines.simulated.core",
-        "serving.fair_queue",
-        "tools.bench.trace",
-        "consolidator.core",
-        "router.decision_journal",
-        "router.policy_loading",
-        "cli",
+    "server.workers.engines.server.core": ("kernel.wire", "kernel.kv_events", "kernel.worker_protocol"),
+    "server.workers.engines.server.dialects": (
+        "kernel.wire",
+        "kernel.kv_events",
+        "kernel.worker_protocol",
+        "server.workers.engines.server",
     ),
-    "tools.engine_check.core": ("wire", "diagnosis", "kv_events", "process.figures"),
-    "tools.engine_check": ("wire", "diagnosis", "process", "transport", "workers.engines", "cli"),
-    "tools.bench": ("wire", "process", "http", "frontend", "cli"),
-    "tools": (),
-    "cli": ANYTHING,
+    "server.workers": (
+        "kernel.wire",
+        "kernel.requests.log_fields",
+        "kernel.requests.trace_record",
+        "kernel.kv_events",
+        "kernel.worker_protocol",
+        "server.structured_output",
+        "server.process",
+        "server.transport",
+        "server.http",
+        "server.discovery",
+    ),
+    "server.cli": ("kernel", "server"),
+    "plugins.simulated.core": ("kernel", "server.workers.timing"),
+    "plugins.trtllm.core": ("kernel", "server.structured_output"),
+    "plugins.engine_check.core": ("kernel", "server.diagnosis", "server.process.figures"),
+    # Two plug-ins whose parts another one plays with: what it simulates, and the format of a trace.
+    "plugins.simulation": ("kernel", "server", "plugins.simulated.core", "plugins.bench.trace"),
+    "plugins": ("kernel", "server"),
 }
 """What a package may import besides itself. The longest name that matches a module counts."""
+
+RINGS = ("kernel", "server", "plugins")
+"""From the inside out: a ring imports itself and those before it."""
+
+KERNEL_LINES_MAX = 25_000
+"""What one person can read in a week."""
+
+NOT_YET_PLUGINS = {
+    "sessions": ("kernel/consolidation/session_table.py", "kernel/routing/working_set.py", "router/session_naming.py"),
+    "tenants": ("server/frontend/access",),
+    "parsers": ("server/frontend/parsers", "kernel/output_formats"),
+    "Anthropic Messages": ("server/frontend/messages_api",),
+    "Responses": ("server/frontend/responses_api",),
+    "media": ("server/frontend/media",),
+    "embeddings, images and videos": ("server/frontend/tasks",),
+    "tensor transfer over NIXL": ("workers/tensor_transfer",),
+    "Dynamo's documents": ("server/cli/dynamo_options.py", "server/cli/graph_deployment.py"),
+}
+"""Features that others import, so that nobody can delete them. This list only shrinks."""
 
 NOT_SHIPPED = ("tests", "lab")
 """Packages that may import anything of ours, because nothing of ours may import them."""
 
-SERVICES = ("router", "global_router", "workers")
-"""Processes that meet in ``wire`` and never import each other."""
+SERVICES = ("server.router", "server.global_router", "server.workers")
+"""Processes that meet in ``kernel.wire`` and never import each other."""
 
 PURE = (
-    "output_formats",
-    "wire",
-    "diagnosis",
-    "forwarding",
-    "structured_output",
-    "discovery.registry",
-    "kubernetes.slices",
-    "serving.fair_queue",
-    "router.core",
-    "router.policies",
-    "consolidator.core",
-    "global_router.core",
-    "workers.core",
-    "workers.engines.simulated.core",
-    "workers.engines.trtllm.core",
-    "workers.engines.server.core",
-    "workers.engines.server.dialects",
-    "tools.engine_check.core",
+    "kernel",
+    "server.diagnosis",
+    "server.forwarding",
+    "server.structured_output",
+    "server.discovery.registry",
+    "plugins.kubernetes.slices",
+    "server.serving.fair_queue",
+    "server.router.examiner",
+    "server.router.lane_placer",
+    "plugins.policies",
+    "server.global_router.document",
+    "plugins.grid_builder",
+    "server.workers.timing",
+    "plugins.simulated.core",
+    "plugins.trtllm.core",
+    "server.workers.engines.server.core",
+    "server.workers.engines.server.dialects",
+    "plugins.engine_check.core",
 )
+
+WAITS = ("kernel.requests.token_delivery",)
+"""Of the kernel alone, this module awaits: what reads an answer waits for its next tokens."""
 
 BANNED_IN_PURE = {
     "asyncio": "a synchronous method; the shell calls it",
@@ -169,43 +202,45 @@ BANNED_IN_PURE = {
     "threading": "a synchronous method; the shell decides where it runs",
     "time": "a time argument (now_ms)",
     "datetime": "a time argument (time_ms)",
-    "random": "wire.hashing.stable_u64 of an id",
+    "random": "kernel.wire.hashing.stable_u64 of an id",
     "secrets": "an id argument",
     "uuid": "an id argument",
     "logging": "a counter or a returned value; the shell logs",
 }
 
 ENGINE_LIBRARIES = ("tensorrt_llm", "torch")
-ENGINES = "workers.engines"
-REGISTRIES = ("workers.engines.registry", "workers.engines.server.definition")
+ENGINES = "server.workers.engines"
+PROTOCOL = "kernel.worker_protocol.engine"
+ENGINE_PLUGINS = ("plugins.simulated", "plugins.trtllm")
+REGISTRIES = ("server.workers.engines.registry", "server.workers.engines.server.definition")
 """Tables of what engines and kinds of servers there are."""
 
 WORDS_OF_ENGINES = {
-    "simulated": ("simulated", "simulation"),
-    "trtllm": ("trtllm", "tensorrt"),
-    "server.dialects": ("vllm", "sglang", "trtllm-serve", "trtllm_serve"),
+    "plugins.simulated": ("simulated", "simulation"),
+    "plugins.trtllm": ("trtllm", "tensorrt"),
+    f"{ENGINES}.server.dialects": ("vllm", "sglang", "trtllm-serve", "trtllm_serve"),
 }
-"""By the directory of each engine: words that no module of ``workers`` has that is in no
-engine's directory, the registries excepted."""
+"""By the package of each engine: words that no module of ``workers`` has that is in no engine's package, the
+registries excepted."""
 
 BANNED_CALLS = {
     "print": "a logger, or sys.stdout.write for an answer of a command",
-    "hash": "wire.hashing.stable_u64: hash() differs from process to process",
+    "hash": "kernel.wire.hashing.stable_u64: hash() differs from process to process",
     "time.sleep": "the event itself: wait for it",
-    "random.random": "random.Random(seed), or wire.hashing.stable_u64 of an id",
-    "random.randint": "random.Random(seed), or wire.hashing.stable_u64 of an id",
-    "random.choice": "random.Random(seed), or wire.hashing.stable_u64 of an id",
-    "random.shuffle": "random.Random(seed), or wire.hashing.stable_u64 of an id",
-    "random.seed": "random.Random(seed), or wire.hashing.stable_u64 of an id",
-    "datetime.utcnow": "process.clock",
-    "datetime.now": "process.clock",
+    "random.random": "random.Random(seed), or kernel.wire.hashing.stable_u64 of an id",
+    "random.randint": "random.Random(seed), or kernel.wire.hashing.stable_u64 of an id",
+    "random.choice": "random.Random(seed), or kernel.wire.hashing.stable_u64 of an id",
+    "random.shuffle": "random.Random(seed), or kernel.wire.hashing.stable_u64 of an id",
+    "random.seed": "random.Random(seed), or kernel.wire.hashing.stable_u64 of an id",
+    "datetime.utcnow": "server.process.clock",
+    "datetime.now": "server.process.clock",
 }
 
-SOCKETS = "transport.zmq_socket"
+SOCKETS = "server.transport.zmq_socket"
 SOCKET_CALLS = {"socket": "make_socket", "connect": "connect", "bind": "bind or listen"}
 """What makes and opens ZMQ's sockets, which know addresses of one family until told otherwise, and what to use."""
 
-TASKS = "process.tasks"
+TASKS = "server.process.tasks"
 SPAWNS = {
     "create_task": "supervised, owned or detached",
     "ensure_future": "supervised, owned or detached",
@@ -213,7 +248,10 @@ SPAWNS = {
 }
 """What starts a task, which would die unobserved. ``create_task`` of an ``asyncio.TaskGroup`` is fine: it owns them."""
 
-OURS = {name.partition(".")[0] for name in MAY_IMPORT} | set(NOT_SHIPPED)
+OURS = {*RINGS, *NOT_SHIPPED}
+
+PLUGIN_NAME = re.compile(r"poolgrid\.plugins(\.\w+)+(:\w+)?")
+"""A text that can only be given to an importer."""
 
 
 def _is_in(module: str, package: str) -> bool:
@@ -243,16 +281,27 @@ def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield node.lineno, f"{node.module}.{alias.name}".removeprefix("poolgrid.")
 
 
-def _may_import(package: str, imported: str) -> bool:
+def _may_import(module: str, package: str, imported: str) -> bool:
     if imported.partition(".")[0] not in OURS:
         return True
     # A package may use itself; what lies inside it with rules of its own may not reach back up.
-    return any(_is_in(imported, allowed) for allowed in (package, *MAY_IMPORT[package]))
+    itself = plugin_of(module) if package == "plugins" else package
+    return any(_is_in(imported, allowed) for allowed in (itself, *MAY_IMPORT[package]))
+
+
+def plugin_of(module: str) -> str:
+    """The plug-in that a module is of; empty = of none."""
+    ring, _, rest = module.partition(".")
+    return f"plugins.{rest.partition('.')[0]}" if ring == "plugins" and rest else ""
+
+
+def _service_of(module: str) -> str:
+    return next((service for service in SERVICES if _is_in(module, service)), "")
 
 
 def _engine_of(module: str) -> str:
     """The engine in whose directory a module is; empty = in none."""
-    return next((engine for engine in WORDS_OF_ENGINES if _is_in(module, f"{ENGINES}.{engine}")), "")
+    return next((engine for engine in WORDS_OF_ENGINES if _is_in(module, engine)), "")
 
 
 def words_of_engines(module: str, source: str) -> list[str]:
@@ -327,20 +376,21 @@ def faults(module: str, source: str) -> list[str]:
         if imported.startswith("."):
             found.append(f"{where}: a relative import is banned here, use the full name")
             continue
-        if not _may_import(package, imported):
+        if not _may_import(module, package, imported):
             allowed = ", ".join(MAY_IMPORT[package]) or "nothing of ours"
-            service = module.partition(".")[0]
-            if top in SERVICES and service in SERVICES and top != service:
+            if plugin_of(imported):
+                found.append(f"{where}: {imported} is banned here, use an entry point: nothing imports a plug-in")
+            elif _service_of(imported) and _service_of(module):
                 found.append(f"{where}: {imported} is banned here, use wire: services never import each other")
             else:
                 found.append(f"{where}: {imported} is banned here, use only what {package} may import: {allowed}")
-        if any(_is_in(module, pure) for pure in PURE) and top in BANNED_IN_PURE:
+        if any(_is_in(module, pure) for pure in PURE) and top in BANNED_IN_PURE and module not in WAITS:
             found.append(f"{where}: {imported} is banned here (a pure core), use {BANNED_IN_PURE[top]}")
-        if top in ENGINE_LIBRARIES and not _is_in(module, ENGINES):
+        if top in ENGINE_LIBRARIES and not any(_is_in(module, each) for each in (ENGINES, *ENGINE_PLUGINS)):
             found.append(f"{where}: {imported} is banned here, use an engine in {ENGINES}: only they import {top}")
         other = _engine_of(imported)
-        if other and package.partition(".")[0] == "workers" and other != _engine_of(module):
-            found.append(f"{where}: {imported} is banned here, use {ENGINES}.protocol: only {other} knows itself")
+        if other and _is_in(module, "server.workers") and other != _engine_of(module):
+            found.append(f"{where}: {imported} is banned here, use {PROTOCOL}: only {other} knows itself")
         if imported == "time.sleep":
             found.append(f"{where}: time.sleep is banned here, use {BANNED_CALLS['time.sleep']}")
     for node in ast.walk(tree):
@@ -348,7 +398,9 @@ def faults(module: str, source: str) -> list[str]:
             name = _call_name(node)
             if name in BANNED_CALLS:
                 found.append(f"{module}:{node.lineno}: {name}() is banned here, use {BANNED_CALLS[name]}")
-    if not _is_in(module, "transport") and any(name.partition(".")[0] == "zmq" for _, name in _imports(tree)):
+        elif isinstance(node, ast.Constant) and not plugin_of(module) and PLUGIN_NAME.fullmatch(str(node.value)):
+            found.append(f"{module}:{node.lineno}: {node.value} is banned here, use the name of its entry point")
+    if not _is_in(module, "server.transport") and any(name.partition(".")[0] == "zmq" for _, name in _imports(tree)):
         found += [
             f"{module}:{line}: {name} of a ZMQ socket is banned here, use {SOCKETS}.{SOCKET_CALLS[name]}"
             for line, name in _socket_calls(tree)
@@ -381,136 +433,156 @@ def circle(sources: Mapping[str, str]) -> list[str]:
     return []
 
 
-def _modules() -> Iterator[tuple[str, Path]]:
-    for top in sorted({name.partition(".")[0] for name in MAY_IMPORT}):
-        directory = (PACKAGE / top).resolve()
-        for path in sorted(directory.rglob("*.py")):
-            parts = (top, *path.relative_to(directory).with_suffix("").parts)
-            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every module of the three rings by its name without ``poolgrid.``; links are followed."""
+    for folder, _, names in sorted(os.walk(PACKAGE, followlinks=True)):
+        for path in sorted(Path(folder, name) for name in names if name.endswith(".py")):
+            parts = path.relative_to(PACKAGE).with_suffix("").parts
+            if len(parts) > 1:
+                yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
 def test_every_module_keeps_the_rules() -> None:
-    found = [fault for module, path in _modules() for fault in faults(module, path.read_text())]
+    found = [fault for module, path in modules() if module not in RINGS for fault in faults(module, path.read_text())]
 
     assert not found, "\n".join(["", *found])
+
+
+def test_rings_import_inwards_only() -> None:
+    """Whatever ``MAY_IMPORT`` says."""
+    outward = [
+        f"{module} imports {imported}"
+        for module, path in modules()
+        for _, imported in _imports(ast.parse(path.read_text()))
+        if imported.partition(".")[0] in RINGS[RINGS.index(module.partition(".")[0]) + 1 :]
+    ]
+
+    assert not outward
+
+
+def test_the_kernel_can_be_read_in_a_week() -> None:
+    lines = sum(path.read_text().count("\n") for module, path in modules() if _is_in(module, "kernel"))
+
+    assert lines <= KERNEL_LINES_MAX, f"{lines} lines: what is no matter of routing belongs to the server"
+
+
+def test_what_is_not_yet_a_plugin_is_there() -> None:
+    places = [place for found in NOT_YET_PLUGINS.values() for place in found]
+
+    assert not [place for place in places if not ((ROOT / place).exists() or (PACKAGE / place).exists())]
 
 
 def test_engines_are_known_in_their_directories_only() -> None:
     found = [
         line
-        for module, path in _modules()
-        if _is_in(module, "workers")
+        for module, path in modules()
+        if _is_in(module, "server.workers")
         for line in words_of_engines(module, path.read_text())
     ]
 
     assert not found, "\n".join(["", *found])
 
 
-def test_nothing_imports_tensorrt_llms_folder() -> None:
-    """It may be deleted: its engine and its command are found by name."""
-    words = re.compile(r"(?:from|import) poolgrid\.workers\.engines\.trtllm\b")
-    found = [
-        module
-        for module, path in _modules()
-        if not module.startswith("workers.engines.trtllm") and words.search(path.read_text())
-    ]
-
-    assert not found
-
-
 def test_every_engine_has_its_words() -> None:
-    prefix = "poolgrid.server.workers.engines."
-    ours = [point.module.removeprefix(prefix) for point in engines().values() if point.module.startswith(prefix)]
-    assert {engine.partition(".")[0] for engine in WORDS_OF_ENGINES} == {module.partition(".")[0] for module in ours}
-    directories = {path.parent.name for path in (ROOT / ENGINES.replace(".", "/")).glob("*/definition.py")}
-    assert directories == {engine.partition(".")[0] for engine in WORDS_OF_ENGINES}
+    ours = {point.module.removeprefix("poolgrid.").removesuffix(".definition") for point in engines().values()}
+    assert ours == {*ENGINE_PLUGINS, f"{ENGINES}.server"}
+    assert {engine.removesuffix(".dialects") for engine in WORDS_OF_ENGINES} == ours
 
 
 def test_no_modules_import_each_other() -> None:
-    found = circle({module: path.read_text() for module, path in _modules()})
+    found = circle({module: path.read_text() for module, path in modules()})
 
     assert not found, f"imports go round in a circle: {' -> '.join(found)}"
 
 
-def test_every_package_has_a_rule() -> None:
-    packages = {path.parent.name for path in (*ROOT.glob("*/__init__.py"), *PACKAGE.glob("*/__init__.py"))}
-
-    assert not packages - OURS, (
-        f"say in MAY_IMPORT what {sorted(packages - OURS)} may import, and in docs/architecture.md what it is for"
-    )
-
-
-def test_the_page_has_a_row_for_every_package() -> None:
+def test_every_package_has_a_rule_and_a_row() -> None:
+    packages = {
+        ".".join(path.relative_to(PACKAGE).parts[:2])
+        for ring in RINGS
+        for path in (PACKAGE / ring).iterdir()
+        if path.is_dir() and path.name != "__pycache__"
+    }
     printed = set(re.findall(r"^\| `(\w+)/` \|", PAGE.read_text(), re.MULTILINE))
 
-    for package in {each.partition(".")[0] for each in MAY_IMPORT}:
-        if (PACKAGE / package).is_dir():
-            assert package in printed, f"docs/architecture.md has no row for `{package}/`"
+    assert not {each for each in packages if _package_of(each) is None}, "say in MAY_IMPORT what they may import"
+    assert not {each for each in packages if each.partition(".")[2] not in printed}, "docs/architecture.md lacks a row"
 
 
 @pytest.mark.parametrize(
     ("module", "source", "words"),
     [
-        ("wire.codec", "import poolgrid.server.process.clock", "use only what wire may import: output_formats"),
-        ("wire.codec", "from poolgrid.server.process import clock", "process.clock is banned here"),
+        ("kernel.wire.codec", "import poolgrid.server.process.clock", "use only what kernel.wire may import"),
+        ("kernel.wire.codec", "from poolgrid.server.process import clock", "process.clock is banned here"),
         (
-            "frontend.app",
+            "server.frontend.app",
             "from poolgrid.kernel.routing.kv_policy import prompt_cost",
-            "use only what frontend may import",
+            "use only what server.frontend may import",
         ),
         (
-            "router.service",
+            "server.router.service",
             "def f():\n    from poolgrid.server.workers.settings import WorkerSettings",
             "services never import each",
         ),
-        ("workers.service", "import poolgrid.server.router.service", "use wire: services never import each other"),
         (
-            "router.core.policy",
+            "server.workers.service",
+            "import poolgrid.server.router.service",
+            "use wire: services never import each other",
+        ),
+        (
+            "kernel.decision.policy",
             "from poolgrid.server.router.settings import RouterSettings",
-            "use only what router.core may import",
+            "use only what kernel.decision may import",
         ),
-        ("consolidator.core.cursor", "from poolgrid.kernel.projection.fleet import Fleet", "router.core.fleet"),
-        ("consolidator.service", "from poolgrid.server.router.service import RouterService", "router.service"),
+        ("kernel.consolidation.cursor", "from poolgrid.kernel.projection.fleet import Fleet", "projection.fleet"),
+        ("server.consolidator.service", "from poolgrid.server.router.service import RouterService", "router.service"),
+        ("server.cli.main", "from poolgrid.plugins.simulation.pool import SimulatedPool", "use an entry point"),
+        ("server.cli.main", "import_module('poolgrid.plugins.bench')", "use the name of its entry point"),
+        ("plugins.nats.plane", "from poolgrid.plugins.kubernetes.pods import open_pods", "nothing imports a plug-in"),
+        ("plugins.simulation.pool", "from poolgrid.plugins.bench.client import Client", "nothing imports a plug-in"),
         (
-            "tools.simulation.pool",
-            "from poolgrid.server.router.service import RouterService",
-            "router.service.RouterService is banned here",
-        ),
-        ("tools.bench.client", "import tests.e2e", "tests.e2e is banned here"),
-        ("router.core.policy", "import time", "use a time argument"),
-        ("workers.engines.simulated.core.engine", "from random import Random", "use wire.hashing.stable_u64"),
-        ("workers.core.outbox", "import logging", "the shell logs"),
-        ("router.service", "import torch", "only they import torch"),
-        ("workers.service", "from tensorrt_llm.llmapi import LLM", "use an engine in workers.engines"),
-        (
-            "workers.service",
+            "plugins.simulated.core.engine",
             "from poolgrid.plugins.simulated.opening import make_card",
-            "only simulated knows itself",
+            "nothing imports a plug-in",
         ),
+        ("plugins.bench.client", "import tests.e2e", "tests.e2e is banned here"),
+        ("kernel.decision.policy", "import time", "use a time argument"),
+        ("plugins.simulated.core.engine", "from random import Random", "use kernel.wire.hashing.stable_u64"),
+        ("kernel.worker_protocol.outbox", "import logging", "the shell logs"),
+        ("server.router.service", "import torch", "only they import torch"),
+        ("server.workers.service", "from tensorrt_llm.llmapi import LLM", "use an engine in server.workers.engines"),
         (
-            "workers.engines.trtllm.engine",
-            "def f():\n    import poolgrid.plugins.simulated.opening",
-            "only simulated knows itself",
+            "server.workers.service",
+            "from poolgrid.plugins.simulated.opening import make_card",
+            "only plugins.simulated knows itself",
         ),
-        ("router.service", "print('x')", "print() is banned here, use a logger"),
-        ("router.service", "import time\ntime.sleep(1)", "time.sleep() is banned here"),
-        ("router.service", "from time import sleep", "time.sleep is banned here"),
-        ("router.core.policy", "x = hash('a')", "use wire.hashing.stable_u64"),
-        ("router.service", "from . import metrics", "a relative import is banned here, use the full name"),
+        ("plugins.trtllm.engine", "def f():\n    import poolgrid.plugins.simulated.opening", "use an entry point"),
+        ("server.router.service", "print('x')", "print() is banned here, use a logger"),
+        ("server.router.service", "import time\ntime.sleep(1)", "time.sleep() is banned here"),
+        ("server.router.service", "from time import sleep", "time.sleep is banned here"),
+        ("kernel.decision.policy", "x = hash('a')", "use kernel.wire.hashing.stable_u64"),
+        ("server.router.service", "from . import metrics", "a relative import is banned here, use the full name"),
         (
-            "router.service",
+            "server.router.service",
             "import asyncio\nasyncio.create_task(f())",
-            "use process.tasks: supervised, owned or detached",
+            "use server.process.tasks: supervised, owned or detached",
         ),
-        ("router.service", "loop.create_task(f())", "create_task is banned here"),
-        ("router.service", "start = asyncio.ensure_future", "ensure_future is banned here"),
-        ("router.service", "from asyncio import create_task", "create_task is banned here"),
-        ("router.service", "asyncio.Task(f())", "Task() is banned here"),
-        ("router.service", "asyncio.run_coroutine_threadsafe(f(), loop)", "use process.tasks: wait_from_thread"),
-        ("router.service", "asyncio.gather(*tasks, return_exceptions=True)", "use process.tasks: cancel_all"),
-        ("router.service", "def f(group):\n    group.create_task(g())", "create_task is banned here"),
-        ("router.service", "import zmq\ndef f(context): return context.socket(zmq.SUB)", "make_socket"),
-        ("router.service", "import zmq\ndef f(socket): socket.connect('tcp://[::1]:1')", "zmq_socket.connect"),
+        ("server.router.service", "loop.create_task(f())", "create_task is banned here"),
+        ("server.router.service", "start = asyncio.ensure_future", "ensure_future is banned here"),
+        ("server.router.service", "from asyncio import create_task", "create_task is banned here"),
+        ("server.router.service", "asyncio.Task(f())", "Task() is banned here"),
+        (
+            "server.router.service",
+            "asyncio.run_coroutine_threadsafe(f(), loop)",
+            "use server.process.tasks: wait_from_thread",
+        ),
+        (
+            "server.router.service",
+            "asyncio.gather(*tasks, return_exceptions=True)",
+            "use server.process.tasks: cancel_all",
+        ),
+        ("server.router.service", "def f(group):\n    group.create_task(g())", "create_task is banned here"),
+        ("server.router.service", "import zmq\ndef f(context): return context.socket(zmq.SUB)", "make_socket"),
+        ("server.router.service", "import zmq\ndef f(socket): socket.connect('tcp://[::1]:1')", "zmq_socket.connect"),
     ],
 )
 def test_a_breach_is_found_and_named(module: str, source: str, words: str) -> None:
@@ -520,21 +592,21 @@ def test_a_breach_is_found_and_named(module: str, source: str, words: str) -> No
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("wire.codec", "from poolgrid.kernel.wire.errors import DecodeError"),
-        ("router.service", "import time, zmq, asyncio, logging"),
-        ("transport.dealer", "import zmq\nzmq.Context().socket(zmq.DEALER).connect('tcp://[::1]:1')"),
-        ("router.service", "import sqlite3\nsqlite3.connect('kept')"),
-        ("workers.engines.trtllm.engine", "import torch"),
-        ("workers.engines.trtllm.engine", "from poolgrid.plugins.trtllm.calls import TrtllmCalls"),
-        ("tools.simulation.pool", "from poolgrid.plugins.simulated.core.engine import SimulatedEngine"),
-        ("workers.engines.simulated.core.engine", "from poolgrid.kernel.worker_protocol.refusal import RefusedError"),
-        ("cli.main", "from poolgrid.plugins.simulation.pool import SimulatedPool"),
+        ("kernel.wire.codec", "from poolgrid.kernel.wire.errors import DecodeError"),
+        ("server.router.service", "import time, zmq, asyncio, logging"),
+        ("server.transport.dealer", "import zmq\nzmq.Context().socket(zmq.DEALER).connect('tcp://[::1]:1')"),
+        ("server.router.service", "import sqlite3\nsqlite3.connect('kept')"),
+        ("plugins.trtllm.engine", "import torch"),
+        ("plugins.trtllm.engine", "from poolgrid.plugins.trtllm.calls import TrtllmCalls"),
+        ("plugins.simulation.pool", "from poolgrid.plugins.simulated.core.engine import SimulatedEngine"),
+        ("plugins.simulated.core.engine", "from poolgrid.kernel.worker_protocol.refusal import RefusedError"),
+        ("plugins.bench.client", "from poolgrid.server.router.service import RouterService"),
         (
-            "router.service",
+            "server.router.service",
             "async def f():\n    async with asyncio.TaskGroup() as group:\n        group.create_task(g())",
         ),
-        ("router.service", "async def f(task: asyncio.Task[None]):\n    await asyncio.gather(task)"),
-        ("process.tasks", "import asyncio\nasyncio.get_running_loop().create_task(f())"),
+        ("server.router.service", "async def f(task: asyncio.Task[None]):\n    await asyncio.gather(task)"),
+        ("server.process.tasks", "import asyncio\nasyncio.get_running_loop().create_task(f())"),
     ],
 )
 def test_what_is_allowed_is_not_complained_about(module: str, source: str) -> None:
@@ -552,27 +624,27 @@ def test_what_is_allowed_is_not_complained_about(module: str, source: str) -> No
 )
 def test_a_circle_of_imports_is_found_and_named(back: str) -> None:
     sources = {
-        "router": "",
-        "router.service": "from poolgrid.server.router.choosing import Chooser",
-        "router.choosing": "import asyncio",
+        "server.router": "",
+        "server.router.service": "from poolgrid.server.router.choosing import Chooser",
+        "server.router.choosing": "import asyncio",
     }
     assert circle(sources) == []
 
-    found = circle({**sources, "router.choosing": back})
+    found = circle({**sources, "server.router.choosing": back})
 
     assert found[0] == found[-1]
-    assert set(found) == {"router.service", "router.choosing"}
+    assert set(found) == {"server.router.service", "server.router.choosing"}
 
 
 @pytest.mark.parametrize(
     ("module", "source", "found"),
     [
-        ("workers.service", "class TrtllmThing: ...", 1),
-        ("workers.service", "# as TensorRT-LLM does", 1),
-        ("workers.engines.lifecycle.loading", "x = trtllm_feed", 1),
-        ("workers.engines.simulated.card", "# a simulated engine, not TensorRT-LLM", 0),
-        ("workers.engines.trtllm.opening", "# TensorRT-LLM", 0),
-        ("workers.engines.registry", "trtllm = simulated", 0),
+        ("server.workers.service", "class TrtllmThing: ...", 1),
+        ("server.workers.service", "# as TensorRT-LLM does", 1),
+        ("server.workers.engines.lifecycle.loading", "x = trtllm_feed", 1),
+        ("plugins.simulated.card", "# a simulated engine, not TensorRT-LLM", 0),
+        ("plugins.trtllm.opening", "# TensorRT-LLM", 0),
+        ("server.workers.engines.registry", "trtllm = simulated", 0),
     ],
 )
 def test_a_word_of_an_engine_is_found_where_no_engine_is(module: str, source: str, found: int) -> None:
@@ -582,7 +654,7 @@ def test_a_word_of_an_engine_is_found_where_no_engine_is(module: str, source: st
 def test_no_child_process_imports_from_the_directory_that_it_is_started_in() -> None:
     """``python -m`` puts that directory first, where a file may be called like one of ours."""
     started = []
-    for _, path in _modules():
+    for _, path in modules():
         for node in ast.walk(ast.parse(path.read_text())):
             words = [each for each in ast.iter_child_nodes(node) if isinstance(node, ast.Tuple | ast.List | ast.Call)]
             shown = [ast.unparse(each) for each in words]

@@ -97,14 +97,16 @@ def test_every_settings_model_has_a_table() -> None:
 def test_every_setting_is_read_by_its_own_service() -> None:
     """Some are read by name, of a table or of what was chosen."""
     for model in _settings_models():
-        package = PACKAGE / model.__module__.split(".")[1]
+        ring, name = model.__module__.split(".")[1:3]
+        package = PACKAGE / ring / name
         # Those of the API are read by both routers.
         holders = {
             package,
-            *(PACKAGE / name for name in ("cli", "process", "transport", "http", "nats", "discovery", "fleet_page")),
+            *(PACKAGE / "server" / each for each in ("cli", "process", "transport", "http", "discovery")),
+            *(PACKAGE / "plugins" / each for each in ("nats", "fleet_page")),
         }
-        if package.name in ("frontend", "serving"):
-            holders |= {PACKAGE / "router", PACKAGE / "global_router", PACKAGE / "serving"}
+        if name in ("frontend", "serving"):
+            holders |= {PACKAGE / "server" / each for each in ("router", "global_router", "serving")}
         code = "\n".join(path.read_text() for holder in holders for path in holder.resolve().rglob("*.py"))
         read = set(re.findall(r"\.([a-z_]\w*)\b", code)) | set(re.findall(r'"([a-z_]\w*)"', code))
 

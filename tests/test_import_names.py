@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-INSTALLED = {path.name for path in (ROOT / "src" / "poolgrid").iterdir() if path.is_symlink()}
+INSTALLED = {path.name for path in (ROOT / "src" / "poolgrid" / "server").iterdir() if path.is_symlink()}
 SEARCHED = sorted({path.parent.name for path in ROOT.glob("*/__init__.py")})
 
 PROGRAM_LINE = re.compile(r"^\s*(?:from ([\w.]+) import .+|import ([\w.]+)(?: as \w+)?)$", re.MULTILINE)
@@ -51,7 +51,7 @@ def misnamed(source: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("directory", SEARCHED)
 def test_modules_are_called_by_the_name_that_is_installed(directory: str) -> None:
     found = [
-        f"{path.relative_to(ROOT)}:{line}: {name}, use poolgrid.{name}"
+        f"{path.relative_to(ROOT)}:{line}: {name}, use poolgrid.server.{name}"
         for path in sorted((ROOT / directory).rglob("*.py"))
         # The rules of imports name packages as their directories.
         if path != ROOT / "tests" / "test_architecture.py"
@@ -72,7 +72,10 @@ def test_modules_are_called_by_the_name_that_is_installed(directory: str) -> Non
         ("run('X.metrics:main')", ["X.metrics:main"]),
         ("program = 'import sys\\nfrom X.metrics import decode'", ["X.metrics"]),
         ("'X.toml', 'X', 'the X.metrics in a sentence', 'from X to Y', 'tests.X.metrics'", []),
-        ("from poolgrid.X import metrics\nimport poolgrid.X.metrics\npatch('poolgrid.X.metrics.LIMIT', 1)", []),
+        (
+            "from poolgrid.server.X import metrics\nimport poolgrid.server.X.metrics\npatch('poolgrid.server.X.metrics.LIMIT', 1)",
+            [],
+        ),
     ],
 )
 def test_a_module_called_by_another_name_is_found(source: str, names: list[str]) -> None:

@@ -128,7 +128,10 @@ def test_the_installed_one_is_used_even_in_the_repository(installation: Installa
 
     told = run(installation.bin / "python", "-c", program, cwd=ROOT)
 
-    assert told.split() == [poolgrid.__version__, str(installation.packages / "poolgrid" / "router" / "service.py")]
+    assert told.split() == [
+        poolgrid.__version__,
+        str(installation.packages / "poolgrid" / "server" / "router" / "service.py"),
+    ]
 
 
 def test_what_an_installed_command_needs_at_run_time_is_there(installation: Installation) -> None:
@@ -150,7 +153,7 @@ def test_the_version_is_written_once() -> None:
 
 def test_every_directory_of_code_is_installed_or_listed_as_not_installed() -> None:
     code = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    linked = {path.name for path in PACKAGE.iterdir() if path.is_symlink()}
+    linked = {path.name for path in (PACKAGE / "server").iterdir() if path.is_symlink()}
 
     assert code == linked | set(NOT_INSTALLED)
-    assert all((PACKAGE / name).resolve() == ROOT / name for name in linked)
+    assert all((PACKAGE / "server" / name).resolve() == ROOT / name for name in linked)

@@ -78,7 +78,7 @@ def test_every_field_that_a_worker_may_be_told_can_be_asked_for() -> None:
 
 
 def test_every_field_that_a_body_may_have_is_read_or_refused_by_name() -> None:
-    frontend = Path(__file__).parents[1] / "src" / "poolgrid" / "frontend"
+    frontend = Path(__file__).parents[1] / "src" / "poolgrid" / "server" / "frontend"
     code = "\n".join(path.read_text() for path in frontend.rglob("*.py"))
     forgotten = [
         f"{body.__name__}.{name}"

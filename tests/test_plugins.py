@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,74 +16,98 @@ import poolgrid
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
 
 PACKAGE = Path(poolgrid.__file__).parent
+NAMES = sorted(path.parent.name for path in (PACKAGE / "plugins").glob("*/__init__.py"))
 
-PROCESSES = (
-    "poolgrid.server.router.bootstrap",
-    "poolgrid.server.global_router.bootstrap",
-    "poolgrid.server.consolidator.bootstrap",
-    "poolgrid.server.workers.bootstrap",
-    "poolgrid.server.cli.commands.up",
-)
-"""Modules that start each process."""
+MEETS = {"simulation": ("bench", "simulated")}
+"""Plug-ins that cannot do without others: ``MAY_IMPORT`` in ``test_architecture.py`` says what they take of them."""
 
 
-class Plugin(NamedTuple):
-    """A folder, and a command that needs it with the words that refuse it."""
+class Refusal(NamedTuple):
+    """A command that needs a plug-in, and the words that refuse it."""
 
-    folder: str
-    command: tuple[str, ...] = ()
-    words: str = ""
+    plugin: str
+    command: tuple[str, ...]
+    words: str
 
 
-NO_NATS = "loading the plug-in 'nats' of poolgrid.event_planes"
 TRTLLM_POOL = ("up", "--engine", "trtllm", "--model-path", str(TINY_MODEL_PATH))
 
-PLUGINS = (
-    Plugin("fleet_page"),
-    Plugin("kubernetes", ("router", "--names", "kubernetes"), "loading the plug-in 'kubernetes'"),
-    Plugin("nats", ("consolidator", "--event-plane", "nats", "--nats-url", "nats://127.0.0.1:1"), NO_NATS),
-    Plugin(
-        "src/poolgrid/plugins/endpoint_picker",
-        ("router", "--ext-proc-port", "0"),
-        "poolgrid.plugins.endpoint_picker cannot be",
+REFUSALS = (
+    Refusal("bench", ("bench",), "bench: not installed (there is no poolgrid.plugins.bench)"),
+    Refusal("doctor", ("doctor",), "doctor: not installed (there is no poolgrid.plugins.doctor)"),
+    Refusal("endpoint_picker", ("router", "--ext-proc-port", "0"), "the plug-in 'endpoint-picker' is not installed"),
+    Refusal("engine_check", ("engine-check", "--url", "http://h"), "engine-check: not installed"),
+    Refusal(
+        "grid_builder",
+        ("config", "build", __file__, "--out", "grid.json"),
+        "loading the plug-in 'grid-builder' of poolgrid.parts",
     ),
-    Plugin("src/poolgrid/plugins/policies", ("router", "--policy", "round-robin"), "--policy round-robin"),
-    Plugin("tools", ("bench",), "bench: not installed"),
-    Plugin("plugins/bench", ("bench",), "bench: not installed"),
-    Plugin("plugins/engine_check", ("engine-check", "--url", "http://h"), "engine-check: not installed"),
-    Plugin("plugins/simulation", ("what-if", "dir"), "what-if: not installed"),
-    Plugin(
-        "src/poolgrid/plugins/simulated", ("worker", "--consolidator", "127.0.0.1:1"), "--engine is simulated, which is"
+    Refusal(
+        "kubernetes", ("router", "--names", "kubernetes"), "loading the plug-in 'kubernetes' of poolgrid.discovery"
     ),
-    Plugin("src/poolgrid/plugins/simulated", ("up",), "--engine is simulated, which is not installed"),
-    Plugin("src/poolgrid/plugins/trtllm", ("engine-config", "check", "x"), "engine-config: not installed"),
-    Plugin("src/poolgrid/plugins/trtllm", (*TRTLLM_POOL, "--gpus", "0"), "--engine is trtllm, which is not installed"),
+    Refusal(
+        "nats",
+        ("consolidator", "--event-plane", "nats", "--nats-url", "nats://127.0.0.1:1"),
+        "loading the plug-in 'nats' of poolgrid.event_planes",
+    ),
+    Refusal("policies", ("router", "--policy", "round-robin"), "--policy round-robin"),
+    Refusal("simulated", ("worker", "--consolidator", "127.0.0.1:1"), "--engine is simulated, which is not installed"),
+    Refusal("simulated", ("up",), "--engine is simulated, which is not installed"),
+    Refusal("simulation", ("what-if", "dir"), "what-if: not installed (there is no poolgrid.plugins.simulation)"),
+    Refusal("trtllm", ("engine-config", "check", "x"), "engine-config: not installed"),
+    Refusal("trtllm", (*TRTLLM_POOL, "--gpus", "0"), "--engine is trtllm, which is not installed"),
 )
 
+SILENT = {"fleet_page"}
+"""Without them something is not offered, and nobody has asked for it."""
 
-GROUPS = (
-    tuple(each for each in PLUGINS if "tools/" not in each.folder and not each.folder.endswith("trtllm")),
-    tuple(each for each in PLUGINS if "tools/" in each.folder or each.folder.endswith("trtllm")),
-)
-"""Those of a group are absent together, which costs one start: none is below another."""
-
-PROGRAM = """
-import contextlib, importlib, io, json, os, sys
+EVERY_MODULE = """
+import importlib, pkgutil, sys
 import poolgrid
+def every_module(package):
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+"""
+
+WITHOUT_PLUGINS = (
+    EVERY_MODULE
+    + """
+import contextlib, io, json, os
 assert poolgrid.__file__.startswith(sys.argv[1]), poolgrid.__file__
-for module in json.loads(sys.argv[2]):
-    importlib.import_module(module)
+every_module(poolgrid)
 from poolgrid.server.cli.main import app
 with contextlib.redirect_stdout(io.StringIO()) as help:
     app(["--help"], standalone_mode=False)
 assert "Operate:" in help.getvalue()
-for number, command in enumerate(json.loads(sys.argv[3])):
+for number, command in enumerate(json.loads(sys.argv[2])):
     if not os.fork():
         sys.stderr = open(f"{number}.stderr", "w", buffering=1)
         app(command, prog_name="poolgrid")
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
-"""Import what starts each process, ask for help, and run commands, which are to be refused."""
+)
+"""Import everything, ask for help, and run commands, which are to be refused."""
+
+ONE_PLUGIN = (
+    EVERY_MODULE
+    + """
+import json, os
+import poolgrid.kernel, poolgrid.server.cli.commands.up, poolgrid.server.router.bootstrap
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+for name, needed in json.loads(sys.argv[1]).items():
+    absent = {f"poolgrid.plugins.{each}" for each in json.loads(sys.argv[2]) if each != name and each not in needed}
+    if not os.fork():
+        sys.meta_path.insert(0, Absent())
+        every_module(importlib.import_module(f"poolgrid.plugins.{name}"))
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+"""
+)
+"""Import each plug-in where the others are absent, all but those that it needs."""
 
 
 def package_without(folders: Iterable[str], place: Path, source: Path = PACKAGE) -> Path:
@@ -98,8 +123,8 @@ def package_without(folders: Iterable[str], place: Path, source: Path = PACKAGE)
     return place
 
 
-def python(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHONPATH": str(place), "PATH": "/usr/bin:/bin", "HOME": str(place)}
+def python(place: Path, *arguments: str, source: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(source or place), "PATH": "/usr/bin:/bin", "HOME": str(place)}
     return subprocess.run(
         [sys.executable, *arguments],
         env=environment,
@@ -111,30 +136,42 @@ def python(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("plugins", GROUPS, ids=["whole", "parts"])
-def test_everything_else_starts_without_plugins_that_are_refused_by_name(
-    plugins: tuple[Plugin, ...], tmp_path: Path
-) -> None:
-    place = package_without({each.folder for each in plugins}, tmp_path)
-    refused = [each for each in plugins if each.command]
-    commands = json.dumps([each.command for each in refused])
+def test_without_plugins_everything_else_imports_and_what_needs_one_is_refused_by_its_name(tmp_path: Path) -> None:
+    place = package_without([f"plugins/{name}" for name in NAMES], tmp_path)
+    commands = json.dumps([each.command for each in REFUSALS])
 
-    done = python(place, "-c", PROGRAM, str(place), json.dumps(PROCESSES), commands)
+    done = python(place, "-c", WITHOUT_PLUGINS, str(place), commands)
 
     assert done.returncode == 0, done.stderr
-    for number, (plugin, status) in enumerate(zip(refused, done.stdout.split(), strict=True)):
+    for number, (refusal, status) in enumerate(zip(REFUSALS, done.stdout.split(), strict=True)):
         told = (place / f"{number}.stderr").read_text()
-        assert status in ("1", "2"), (plugin, told)
-        assert plugin.words in " ".join(told.split()), plugin
+        assert status in ("1", "2"), (refusal, told)
+        assert refusal.words in " ".join(told.split()), refusal
 
 
-def test_a_pool_serves_and_every_other_module_imports_without_the_engine_trtllm(tmp_path: Path) -> None:
-    place = package_without(["src/poolgrid/plugins/trtllm"], tmp_path)
+def test_every_plugin_imports_without_the_others(tmp_path: Path) -> None:
+    needs = json.dumps({name: MEETS.get(name, ()) for name in NAMES})
+
+    done = python(tmp_path, "-c", ONE_PLUGIN, needs, json.dumps(NAMES), source=PACKAGE.parent)
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_plugin_has_an_entry_point_a_page_of_its_own_and_words_that_refuse_it() -> None:
+    groups = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["project"]["entry-points"]
+    named = {value.split(".")[2] for group in groups.values() for value in group.values() if ".plugins." in value}
+
+    assert set(NAMES) == named
+    assert {each.plugin for each in REFUSALS} | SILENT == set(NAMES)
+    for name in NAMES:
+        lines = (PACKAGE / "plugins" / name / "README.md").read_text().splitlines()
+        assert lines[0].startswith("# "), name
+        assert 8 <= len(lines) <= 30, name
+
+
+def test_a_pool_serves_with_the_simulated_engine_alone(tmp_path: Path) -> None:
+    place = package_without([f"plugins/{name}" for name in NAMES if name != "simulated"], tmp_path)
     program = """
-import importlib, pkgutil, poolgrid
-for found in pkgutil.walk_packages(poolgrid.__path__, "poolgrid."):
-    if not found.name.endswith("__main__"):
-        importlib.import_module(found.name)
 from poolgrid.server.workers.engines.registry import engines, server_kinds
 assert "trtllm" not in engines() and set(server_kinds()) == {"openai", "sglang", "trtllm-serve", "vllm"}
 """

@@ -79,29 +79,29 @@ LINES: tuple[tuple[str, str, str], ...] = (
     ("server/frontend/schema.py", r".*", PREPARATION),
     ("server/frontend/chat_template.py", r".*", PREPARATION),
     ("jinja2/", r".*", PREPARATION),
-    ("frontend/", r".*", ENDPOINT),
+    ("server/frontend/", r".*", ENDPOINT),
     ("kernel/wire/hashing.py", r"(?!(un)?pack_tokens).*", HASHING),
     ("server/serving/prompt_paths.py", r".*", HASHING),
-    ("router/choosing.py", r"Chooser\.path\w*", HASHING),
-    ("src/poolgrid/kernel/decision/decision.py", r".*", RECORDING),
-    ("router/decision_journal/", r".*", RECORDING),
-    ("router/metrics.py", r".*", RECORDING),
+    ("server/router/choosing.py", r"Chooser\.path\w*", HASHING),
+    ("kernel/decision/decision.py", r".*", RECORDING),
+    ("server/router/decision_journal/", r".*", RECORDING),
+    ("server/router/metrics.py", r".*", RECORDING),
     ("prometheus_client/", r".*", RECORDING),
-    ("src/poolgrid/kernel/routing/", r".*", DECISION),
-    ("router/service.py", r"RouterService\.(ended|room_changed|_give_up)", INTAKE),
+    ("kernel/routing/", r".*", DECISION),
+    ("server/router/service.py", r"RouterService\.(ended|room_changed|_give_up)", INTAKE),
     ("server/serving/links.py", r"WorkerLink\.(on|_take)_\w+", INTAKE),
     ("kernel/requests/request_machine.py", r"RequestMachine\.begin", DISPATCH),
     ("kernel/requests/request_machine.py", r".*", INTAKE),
     ("kernel/requests/token_delivery.py", r".*", INTAKE),
     ("server/serving/request_tracker.py", r".*", INTAKE),
-    ("serving/", r".*", DISPATCH),
-    ("router/", r".*", DISPATCH),
+    ("server/serving/", r".*", DISPATCH),
+    ("server/router/", r".*", DISPATCH),
     ("asyncio/", r".*", LOOP),
     ("server/process/lifecycle.py", r".*", LOOP),
 )
 """Beginning of the file's path, function, group; the first line that fits counts."""
 
-EVENT_FRAMES = ("consolidator/", "router/feeds.py")
+EVENT_FRAMES = ("kernel/consolidation/", "server/consolidator/", "server/router/feeds.py")
 EVENT_FUNCTIONS = ("JournalApplier.on_records", "JournalApplier.on_snapshot", "JournalApplier._step")
 
 WAITS = frozenset(

@@ -37,7 +37,8 @@ def page() -> str:
     lines += [
         "",
         "Anything else cannot happen or has no effect, such as output after the end of a request. Docstrings describe",
-        "leg states and events (`src/poolgrid/kernel/requests/legs.py`) and steps (`src/poolgrid/kernel/requests/request_machine.py`).",
+        "leg states and events (`src/poolgrid/kernel/requests/legs.py`) and steps "
+        "(`src/poolgrid/kernel/requests/request_machine.py`).",
     ]
     return (
         "\n".join(lines)

@@ -51,12 +51,12 @@ def test_a_line_names_a_file_and_functions_that_exist(path: str, pattern: str, g
 
 @pytest.mark.parametrize("name", EVENT_FUNCTIONS)
 def test_a_function_of_the_event_stream_exists(name: str) -> None:
-    assert name in _functions(PACKAGE / "router" / "journal_applier.py")
+    assert name in _functions(PACKAGE / "server" / "router" / "journal_applier.py")
 
 
 def test_what_writes_an_answer_counts_for_writing() -> None:
     frames = [
-        "_Exchange.answer (poolgrid/frontend/inference_endpoint.py:9)",
+        "_Exchange.answer (poolgrid/server/frontend/inference_endpoint.py:9)",
         "RequestResponseCycle.send (uvicorn/protocols/http/httptools_impl.py:9)",
     ]
 

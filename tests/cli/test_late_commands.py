@@ -12,18 +12,17 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from poolgrid.server.cli.command_line import LateGroup
+from poolgrid.server.cli.command_line import PLUGIN, LateGroup
 from poolgrid.server.cli.main import SECTIONS, app, run
 from poolgrid.server.process import garbage
 
 ROOT = Path(__file__).parents[2]
 
-MODULES = {name: module for section in SECTIONS.values() for name, module in section.items()}
+PACKAGE = ROOT / "src" / "poolgrid"
 
-PACKAGES = (
-    "cli", "consolidator", "discovery", "fleet_page", "frontend", "global_router", "http", "inference", "kv_events",
-    "nats", "process", "router", "serving", "structured_output", "tools", "transport", "wire", "workers",
-)  # fmt: skip
+LINKED = [path.resolve() for path in (PACKAGE / "server").iterdir() if path.is_symlink()]
+
+MODULES = {name: module for section in SECTIONS.values() for name, module in section.items()}
 
 PROBE = """
 import importlib, sys
@@ -42,33 +41,73 @@ print("\\n".join(sys.modules))
 
 NOT_NEEDED = {
     ("worker", "poolgrid.plugins.simulated.opening,poolgrid.server.workers.bootstrap"): {
-        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "poolgrid.server.frontend", "poolgrid.server.router",
-        "poolgrid.server.global_router", "poolgrid.plugins.simulation",
+        "fastapi",
+        "jinja2",
+        "tokenizers",
+        "httpx",
+        "rich",
+        "numpy",
+        "poolgrid.server.frontend",
+        "poolgrid.server.router",
+        "poolgrid.server.global_router",
+        "poolgrid.plugins.simulation",
     },
     ("up", "poolgrid.server.cli.local_pool"): {
-        "fastapi", "httpx", "rich", "numpy", "poolgrid.server.router", "poolgrid.server.global_router",
-        "poolgrid.plugins.simulation", "poolgrid.server.workers.service",
+        "fastapi",
+        "httpx",
+        "rich",
+        "numpy",
+        "poolgrid.server.router",
+        "poolgrid.server.global_router",
+        "poolgrid.plugins.simulation",
+        "poolgrid.server.workers.service",
     },
     ("consolidator", "poolgrid.server.consolidator.bootstrap"): {
-        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "yaml", "poolgrid.server.frontend",
-        "poolgrid.server.workers.bootstrap", "poolgrid.server.workers.service", # their settings are options of this command
-        "poolgrid.server.global_router", "poolgrid.plugins.simulation", "poolgrid.kernel.routing",
+        "fastapi",
+        "jinja2",
+        "tokenizers",
+        "httpx",
+        "rich",
+        "numpy",
+        "yaml",
+        "poolgrid.server.frontend",
+        "poolgrid.server.workers.bootstrap",
+        "poolgrid.server.workers.service",  # their settings are options of this command
+        "poolgrid.server.global_router",
+        "poolgrid.plugins.simulation",
+        "poolgrid.kernel.routing",
     },
     ("router", "poolgrid.server.router.bootstrap"): {
-        "poolgrid.server.workers", "poolgrid.server.global_router", "poolgrid.plugins.simulation", "poolgrid.plugins.bench", "yaml",
+        "poolgrid.server.workers",
+        "poolgrid.server.global_router",
+        "poolgrid.plugins.simulation",
+        "poolgrid.plugins.bench",
+        "yaml",
         "httpx",
-        "rich", "matplotlib", "grpc", "google.protobuf",
+        "rich",
+        "matplotlib",
+        "grpc",
+        "google.protobuf",
     },
     ("global-router", "poolgrid.server.global_router.bootstrap"): {
         # httpx brings rich
-        "poolgrid.server.workers", "poolgrid.server.router", "poolgrid.plugins.simulation", "poolgrid.plugins.bench", "yaml",
+        "poolgrid.server.workers",
+        "poolgrid.server.router",
+        "poolgrid.plugins.simulation",
+        "poolgrid.plugins.bench",
+        "yaml",
         "matplotlib",
-        "poolgrid.server.cli.config", "poolgrid.server.global_router.heat_map", "poolgrid.plugins.grid_builder",
+        "poolgrid.server.cli.config",
+        "poolgrid.server.global_router.heat_map",
+        "poolgrid.plugins.grid_builder",
     },
     ("explain", "poolgrid.server.cli.commands.explain"): {
-        "numpy", "poolgrid.server.router", "poolgrid.plugins.simulation", "poolgrid.server.cli.journal_directory",
+        "numpy",
+        "poolgrid.server.router",
+        "poolgrid.plugins.simulation",
+        "poolgrid.server.cli.journal_directory",
     },
-}  # fmt: skip
+}
 """What a command's process must not import, by the command and the modules that start it."""
 
 
@@ -103,30 +142,33 @@ def test_every_command_is_called_as_the_table_says() -> None:
 
 def test_commands_of_the_core_are_where_their_names_say_and_nothing_imports_them() -> None:
     core = "poolgrid.server.cli.commands."
-    modules = {name: module for name, module in MODULES.items() if module.startswith(core)}
+    modules = {name: module for name, module in MODULES.items() if module != PLUGIN}
     assert modules == {name: f"{core}{name.replace('-', '_')}" for name in modules}
-    made = {path.stem for path in (ROOT / "src" / "poolgrid" / "cli" / "commands").glob("*.py")} - {"__init__"}
+    made = {path.stem for path in (PACKAGE / "server" / "cli" / "commands").glob("*.py")} - {"__init__"}
     assert made == {module.rpartition(".")[2] for module in modules.values()}
     importing = re.compile(
         r"^\s*(?:from|import) (?:poolgrid\.cli\.commands|poolgrid\.cli import commands)", re.MULTILINE
     )
     reads = re.compile(r"^\s*(?:from|import) click\b", re.MULTILINE)
-    for package in PACKAGES:
-        for path in (ROOT / "src" / "poolgrid" / package).resolve().rglob("*.py"):
+    for folder in (*(PACKAGE / ring for ring in ("kernel", "server", "plugins")), *LINKED):
+        for path in folder.rglob("*.py"):
             text = path.read_text()
             assert not importing.search(text), f"{path} imports a command"
-            assert package in ("cli", "tools") or path.parent.name == "trtllm" or not reads.search(text), (
-                f"{path} reads a command line"
-            )
+            may_read = path.stem == "command" or not {"cli", "bench", "simulation"}.isdisjoint(path.parts)
+            assert may_read or not reads.search(text), f"{path} reads a command line"
 
 
 def test_a_command_whose_folder_is_absent_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = {"Try": {"bench": "poolgrid.absent.bench.command"}}
-    answer = CliRunner().invoke(LateGroup(commands), ["bench"])
-    helped = CliRunner().invoke(LateGroup(commands), ["--help"])
+    absent = EntryPoint("bench", "poolgrid.absent.bench.command:bench", "poolgrid.commands")
+    monkeypatch.setattr("poolgrid.server.cli.command_line._added", lambda: EntryPoints([absent]))
+    group = LateGroup({"Try": {"bench": PLUGIN, "simulate": PLUGIN}})
+    answer = CliRunner().invoke(group, ["bench"])
+    unknown = CliRunner().invoke(group, ["simulate"])
+    helped = CliRunner().invoke(group, ["--help"])
 
-    assert answer.exit_code == 2
+    assert answer.exit_code == unknown.exit_code == 2
     assert "bench: not installed (there is no poolgrid.absent)" in answer.output
+    assert "simulate: not installed (no entry point of poolgrid.commands has this name)" in unknown.output
     assert helped.exit_code == 0
     assert "not installed" in helped.output
 

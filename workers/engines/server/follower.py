@@ -20,7 +20,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from poolgrid.server.http.health_app import HttpAnswer
-from poolgrid.server.process.plugins import plugin
+from poolgrid.server.process.plugins import load_part
 from poolgrid.server.process.tasks import cancel_all, supervised
 from poolgrid.server.workers.engines.server.core.server_list import (
     FILE_CHARS_MAX,
@@ -48,8 +48,8 @@ DNS_LOOK_S = 3.0
 DNS_TIMEOUT_S = 10.0
 """How long a resolver may take; one that does not answer takes a thread meanwhile."""
 
-PODS = "poolgrid.plugins.kubernetes.pods"
-"""Module that an installation may lack."""
+PODS = "pods"
+"""A part that an installation may lack."""
 
 GIVEN = "given"
 """List of what the command line and operators have named."""
@@ -96,7 +96,7 @@ class EngineServerFollower:
             return f"dns+http://{listed.host}:{listed.port}", DNS_LOOK_S, WatchedName(listed).look
         if isinstance(listed, PodSelector):
             what = f"k8s+http://:{listed.port}?selector={listed.labels}"
-            pods = await plugin(PODS, f"engine_url {what}").open_pods(listed.labels, listed.namespace)
+            pods = await load_part(PODS, f"engine_url {what}")(listed.labels, listed.namespace)
             self._closing.append(pods.close)
 
             async def look() -> Sequence[ServerEntry]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from poolgrid.kernel.pool_grids.axis import STAGES_OF_MODE, TARGETS, Axis, axes_of
 from poolgrid.kernel.pool_grids.grid_document import GridDocumentError
-from poolgrid.plugins.grid_builder.pool_profiles import PoolProfile, PoolProfiles, WantedGrid
+from poolgrid.plugins.grid_builder.pool_profiles import PoolProfile, PoolProfiles, WantedGrid, load_profiles
 from poolgrid.server.global_router.document.history import document_text, json_text
 from poolgrid.server.global_router.document.reader import LoadedDocument, load_document
 
@@ -62,6 +62,11 @@ class BuiltGrid:
     missed: int = 0
     """Cells whose target no pool meets."""
     left_out: list[str] = field(default_factory=list)
+
+
+def build_from(text: bytes, source: str, strict: bool = False) -> BuiltGrid:
+    """Build a grid from the text of pool profiles; raises ``GridDocumentError`` with every problem."""
+    return build_grid(load_profiles(text, source), strict)
 
 
 def build_grid(profiles: PoolProfiles, strict: bool = False) -> BuiltGrid:

@@ -21,18 +21,18 @@ import click
 import msgspec
 from click.shell_completion import CompletionItem
 
+from poolgrid.kernel.requests.log_fields import Field
 from poolgrid.server.cli.dynamo_options import in_our_words
 from poolgrid.server.process import logs
-from poolgrid.server.process.log_lines import Field
-from poolgrid.server.process.plugins import installed_plugins
+from poolgrid.server.process.plugins import COMMANDS, installed_plugins
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 112}
 
 EVERY_PANEL = "all"
 """What ``--help`` takes in place of a panel to show every option."""
 
-ENTRY_POINTS = "poolgrid.commands"
-"""Group of entry points by which other distributions add commands: ``name = "module:command"``."""
+PLUGIN = ""
+"""In place of a command's module: an entry point of ``COMMANDS`` names it, ``name = "module:command"``."""
 
 
 class Option(click.Option):
@@ -173,26 +173,24 @@ class Group(click.Group):
 
 
 class LateCommands(UserDict[str, Any]):
-    """Commands by name, each imported from the module in which it is declared when it is asked for."""
+    """Commands by name, each imported when it is asked for: from a module of the core, or from a plug-in."""
 
     def __getitem__(self, name: str) -> Any:
         found = self.data[name]
-        if isinstance(found, str):
-            try:
-                module = importlib.import_module(found)
-            except ModuleNotFoundError as error:
-                if not (error.name or "").startswith("poolgrid."):
-                    raise
-                raise click.UsageError(f"{name}: not installed (there is no {error.name})") from None
+        if found == PLUGIN:
+            found = self.data[name] = _of_plugin(name)
+        elif isinstance(found, str):
+            module = importlib.import_module(found)
             found = self.data[name] = getattr(module, name.replace("-", "_"))
         return found
 
 
 class LateGroup(Group):
-    """The commands of a table, and those that other distributions add by entry points."""
+    """The commands of a table, and those that entry points add."""
 
     def __init__(self, sections: Mapping[str, Mapping[str, str]], **attributes: Any) -> None:
-        """``sections`` has, by title of a section of the help, the module in which each command stands by its name."""
+        """``sections`` has, by title of a section of the help, the module of each command by its name, or
+        ``PLUGIN``."""
         self.sections = {title: tuple(names) for title, names in sections.items()}
         commands = {name: module for modules in sections.values() for name, module in modules.items()}
         super().__init__(commands=LateCommands(commands), **attributes)
@@ -227,7 +225,19 @@ class LateGroup(Group):
 
 
 def _added() -> EntryPoints:
-    return installed_plugins(ENTRY_POINTS)
+    return installed_plugins(COMMANDS)
+
+
+def _of_plugin(name: str) -> Any:
+    """Return the command of a plug-in; raises ``click.UsageError`` when the plug-in is absent."""
+    for found in _added().select(name=name):
+        try:
+            return found.load()
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("poolgrid."):
+                raise
+            raise click.UsageError(f"{name}: not installed (there is no {error.name})") from None
+    raise click.UsageError(f"{name}: not installed (no entry point of {COMMANDS} has this name)")
 
 
 def first_sentence(text: str, stops: str = ".;:") -> str:

@@ -19,8 +19,6 @@ from rich.console import Console
 from poolgrid.kernel.pool_grids.grid_document import GridDocument, GridDocumentError, GridStage, Problem
 from poolgrid.kernel.wire.addresses import without_credentials
 from poolgrid.kernel.wire.answers import ReloadAnswer
-from poolgrid.plugins.grid_builder.grid_builder import build_grid
-from poolgrid.plugins.grid_builder.pool_profiles import load_profiles
 from poolgrid.server.cli.command_line import print_json
 from poolgrid.server.cli.graph_deployment import GraphDeploymentError, convert_graph, is_graph_deployment
 from poolgrid.server.cli.router_client import api_key_headers, refusal
@@ -29,6 +27,7 @@ from poolgrid.server.global_router.document.reader import LoadedDocument, load_d
 from poolgrid.server.global_router.document_file import read_bytes, read_document_file
 from poolgrid.server.global_router.heat_map import terminal_map
 from poolgrid.server.process.figures import counted
+from poolgrid.server.process.plugins import PARTS, load_plugin
 from poolgrid.server.process.terminal_table import terminal
 from poolgrid.server.workers.engines.registry import engine_definition, engines
 
@@ -183,7 +182,12 @@ def _convert_graph(path: Path, text: str, out: Path | None) -> int:
 def build(profiles: Path, out: Path, strict: bool = False, evidence: Path | None = None, as_json: bool = False) -> int:
     """Build a grid from pool profiles into ``out``, with the evidence next to it (``out`` with ``.evidence.json``)."""
     try:
-        built = build_grid(load_profiles(read_bytes(profiles), str(profiles)), strict)
+        build_from = load_plugin(PARTS, "grid-builder")
+    except ValueError as error:
+        _print(str(error), to_stderr=True)
+        return 2
+    try:
+        built = build_from(read_bytes(profiles), str(profiles), strict)
     except GridDocumentError as error:
         return _refused(error, as_json)
     beside = evidence or out.with_name(f"{out.stem}.evidence.json")

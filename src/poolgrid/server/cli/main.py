@@ -7,13 +7,12 @@ import os
 import click
 
 from poolgrid import __version__
-from poolgrid.server.cli.command_line import LateGroup
+from poolgrid.server.cli.command_line import PLUGIN, LateGroup
 from poolgrid.server.process import garbage
 
 PROGRAM = "poolgrid"
 
 CORE = "poolgrid.server.cli.commands"
-TOOLS = "poolgrid.plugins"
 
 SECTIONS = {
     "Run": {
@@ -26,25 +25,25 @@ SECTIONS = {
     "Look": {
         "top": f"{CORE}.top",
         "explain": f"{CORE}.explain",
-        "doctor": f"{CORE}.doctor",
+        "doctor": PLUGIN,
         "journal": f"{CORE}.journal",
     },
     "Try": {
-        "bench": f"{TOOLS}.bench.command",
-        "simulate": f"{TOOLS}.simulation.simulate_command",
+        "bench": PLUGIN,
+        "simulate": PLUGIN,
         "replay": f"{CORE}.replay",
-        "what-if": f"{TOOLS}.simulation.what_if_command",
+        "what-if": PLUGIN,
     },
     "Set up": {
         "config": f"{CORE}.config",
         "keys": f"{CORE}.keys",
-        "engine-config": "poolgrid.plugins.trtllm.command",
-        "engine-check": f"{TOOLS}.engine_check.command",
+        "engine-config": PLUGIN,
+        "engine-check": PLUGIN,
         "completion": f"{CORE}.completion",
     },
     "Operate": {"drain": f"{CORE}.drain"},
 }
-"""The module of each command, by section of the help. A folder that is absent takes its commands along."""
+"""The module of each command, by section of the help. A plug-in that is absent takes its commands along."""
 
 app = LateGroup(
     SECTIONS,

@@ -26,10 +26,10 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import msgspec
 
+from poolgrid.kernel.requests.log_fields import Field
 from poolgrid.server.process.clock import Clock
 
 LINE_CHARS_MAX = 8192
@@ -46,20 +46,10 @@ TRACEBACK_LINES_MAX = 200
 
 ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
-Field = str | int | float | bool
-
 fields_of_task: ContextVar[Mapping[str, Field]] = ContextVar("fields_of_task", default={})  # noqa: B039 - never changed
 """What the lines of a task, and of all that it starts, are about: which worker, where a process has several."""
 
 SECOND = "%Y-%m-%dT%H:%M:%S"
-
-
-def about(**fields: Field | None) -> dict[str, Any]:
-    """Return the ``extra`` of a line that is about something: ``request_id``, ``trace_id``, ``worker``, ``pool``, …
-
-    What is empty is left out.
-    """
-    return {"fields": {name: value for name, value in fields.items() if value is not None and value != ""}}
 
 
 def add_fields_of_task(record: logging.LogRecord) -> bool:

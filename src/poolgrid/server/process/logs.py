@@ -12,8 +12,8 @@ Rules
 How severe a line must be to be written: one level for all, and others for some loggers. Only finding modules is I/O.
 
 ``info`` or ``warning,router=debug,dispatch.worker_link=info``: the first is for all, ``NAME=LEVEL`` for a logger and
-those below it. A logger of ours is called as its module is, with or without ``poolgrid.`` before it; others
-(``httpx``, ``asyncio``) are called as they call themselves.
+those below it. A logger of ours is called as its module is, with or without ``poolgrid.`` and the ring
+(``poolgrid.server.``) before it; others (``httpx``, ``asyncio``) are called as they call themselves.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, NamedTuple, TextIO
 
+from poolgrid.kernel.requests.log_fields import Field
 from poolgrid.server.process.log_lines import (
     LINE_CHARS_MAX,
-    Field,
     JsonFormatter,
     LineFormatter,
     add_fields_of_task,
@@ -40,6 +40,9 @@ from poolgrid.server.process.log_lines import (
 LEVELS = ("debug", "info", "warning", "error")
 
 OURS = "poolgrid"
+
+RINGS = ("server", "kernel", "plugins")
+"""Folders of ``poolgrid`` that may be left out of a logger's name."""
 
 HOLD_CLIENTS_WORDS = ("httpx", "httpcore")
 """Loggers that write addresses which clients gave (media), with what is secret in them: never below warning."""
@@ -85,8 +88,10 @@ def _full_name(name: str, text: str) -> str:
     first = name.partition(".")[0]
     if first == OURS and _is_there(name):
         return name
-    if first != OURS and _is_there(f"{OURS}.{name}"):
-        return f"{OURS}.{name}"
+    rest = name.removeprefix(f"{OURS}.")
+    for within in (OURS, *(f"{OURS}.{ring}" for ring in RINGS)):
+        if _is_there(f"{within}.{rest}"):
+            return f"{within}.{rest}"
     if first != OURS and _is_there(first):
         return name
     raise _wrong(text, f"{name!r} is no module of {OURS}, and no installed package begins so")

@@ -1,17 +1,18 @@
-"""Plug-ins: parts of the product that the core does not import; by entry points, or folders that may be absent."""
+"""Plug-ins: parts of the product that nothing imports. Entry points name them, and their folders may be absent."""
 
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoints, entry_points
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any, cast
 
 EVENT_PLANES = "poolgrid.event_planes"
 DISCOVERY = "poolgrid.discovery"
 POLICIES = "poolgrid.policies"
+COMMANDS = "poolgrid.commands"
+PARTS = "poolgrid.parts"
+"""What processes and commands take in where it is installed, by the name of the part."""
 
 
 @cache
@@ -35,6 +36,11 @@ def load_plugin(group: str, name: str) -> Any:
     raise ValueError(f"loading the plug-in {name!r} of {group}: it is not installed; installed: {installed}")
 
 
+def has_plugin(group: str, name: str) -> bool:
+    """Return whether a plug-in is installed and its folder is there; nothing of it is run."""
+    return any(is_installed(each.module) for each in installed_plugins(group).select(name=name))
+
+
 def is_installed(module: str) -> bool:
     """Return whether a module is there; nothing of it is run but the packages that it is in."""
     try:
@@ -43,13 +49,14 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def plugin(module: str, what: str) -> ModuleType:
-    """Return a module; raises ``OptionError`` that begins with ``what`` (an option and its value) when it is absent."""
-    if not is_installed(module):
+def load_part(name: str, what: str) -> Any:
+    """Return a part; raises ``OptionError`` that begins with ``what`` (an option and its value) when it is absent."""
+    try:
+        return load_plugin(PARTS, name)
+    except ValueError as error:
         from poolgrid.server.process.settings import OptionError  # here: the command line does without pydantic
 
-        raise OptionError(f"{what}: not installed (there is no {module})")
-    return import_module(module)
+        raise OptionError(f"{what}: {error}") from error
 
 
 @cache
