@@ -289,6 +289,10 @@ def _may_import(module: str, package: str, imported: str) -> bool:
     return any(_is_in(imported, allowed) for allowed in (itself, *MAY_IMPORT[package]))
 
 
+def _names_plugin(value: object) -> bool:
+    return isinstance(value, str) and PLUGIN_NAME.fullmatch(value) is not None
+
+
 def plugin_of(module: str) -> str:
     """The plug-in that a module is of; empty = of none."""
     ring, _, rest = module.partition(".")
@@ -398,8 +402,8 @@ def faults(module: str, source: str) -> list[str]:
             name = _call_name(node)
             if name in BANNED_CALLS:
                 found.append(f"{module}:{node.lineno}: {name}() is banned here, use {BANNED_CALLS[name]}")
-        elif isinstance(node, ast.Constant) and not plugin_of(module) and PLUGIN_NAME.fullmatch(str(node.value)):
-            found.append(f"{module}:{node.lineno}: {node.value} is banned here, use the name of its entry point")
+        elif isinstance(node, ast.Constant) and not plugin_of(module) and _names_plugin(node.value):
+            found.append(f"{module}:{node.lineno}: {node.value!r} is banned here, use the name of its entry point")
     if not _is_in(module, "server.transport") and any(name.partition(".")[0] == "zmq" for _, name in _imports(tree)):
         found += [
             f"{module}:{line}: {name} of a ZMQ socket is banned here, use {SOCKETS}.{SOCKET_CALLS[name]}"
@@ -618,7 +622,7 @@ def test_what_is_allowed_is_not_complained_about(module: str, source: str) -> No
     [
         "import poolgrid.server.router.service",
         "from poolgrid.server.router import service",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from poolgrid.server.router.service import RouterService",
+        "if TYPE_CHECKING:\n    from poolgrid.server.router.service import RouterService",
         "def f():\n    from poolgrid.server.router.service import RouterService",
     ],
 )

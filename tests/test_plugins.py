@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 import poolgrid
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
 
@@ -43,7 +41,9 @@ REFUSALS = (
         "loading the plug-in 'grid-builder' of poolgrid.parts",
     ),
     Refusal(
-        "kubernetes", ("router", "--names", "kubernetes"), "loading the plug-in 'kubernetes' of poolgrid.discovery"
+        "kubernetes",
+        ("router", "--names", "kubernetes"),
+        "loading the plug-in 'kubernetes' of poolgrid.server.discovery",
     ),
     Refusal(
         "nats",
