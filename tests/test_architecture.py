@@ -512,6 +512,16 @@ def test_every_package_has_a_rule_and_a_row() -> None:
     assert not {each for each in packages if each.partition(".")[2] not in printed}, "docs/architecture.md lacks a row"
 
 
+@pytest.mark.parametrize("package", [name for name in MAY_IMPORT if name.count(".") == 1 and "plugins" not in name])
+def test_a_package_says_what_it_may_import(package: str) -> None:
+    said = ast.get_docstring(ast.parse((PACKAGE / package.replace(".", "/") / "__init__.py").read_text())) or ""
+    *_, rule = " ".join(said.split()).partition("May import ")
+
+    for allowed in MAY_IMPORT[package]:
+        assert f"``{allowed.partition('.')[2]}``" in rule or f" {allowed}" in f" {rule}", (package, allowed)
+    assert rule, package
+
+
 @pytest.mark.parametrize(
     ("module", "source", "words"),
     [

@@ -1,1 +1,4 @@
-"""Which worker holds which block."""
+"""Which worker holds which block: runs of blocks, found by the sequence hashes of a prompt.
+
+May import of the kernel ``wire``.
+"""

@@ -1,1 +1,4 @@
-"""The pure core: no sockets, no clock, no randomness; time and draws come in as arguments, effects go out as values."""
+"""Which pool serves a request: the grid, its axes, circuit breakers, other destinations.
+
+May import of the kernel ``wire``.
+"""

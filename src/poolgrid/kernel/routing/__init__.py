@@ -1,1 +1,4 @@
-"""The pure heart of the router: prefix index, load ledger, cost, policies, decisions. No sockets, clocks or tasks."""
+"""The choice of a worker: eligible workers, predicted times, costs, the policy ``kv``, the state of a router.
+
+May import of the kernel ``wire``, ``index``, ``decision`` and ``projection``.
+"""

@@ -1,1 +1,4 @@
-"""What every worker does with its engine's facts, and reports, for any engine: pure, no sockets, no clock."""
+"""What a worker does with any engine's facts and reports: the engine's interface, events, the push protocol.
+
+May import of the kernel ``wire`` and ``kv_events``.
+"""

@@ -1,1 +1,1 @@
-"""The command doctor."""
+"""`poolgrid doctor`: why workers reuse more or less than the router promised."""

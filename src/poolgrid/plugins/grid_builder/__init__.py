@@ -1,1 +1,1 @@
-"""Grids made offline from what pools measured."""
+"""`poolgrid config build`: grids made offline from what pools measured."""

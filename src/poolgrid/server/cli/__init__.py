@@ -1,1 +1,4 @@
-"""The command line: one module a command, and the only place that knows every service."""
+"""The command line: one module a command, and the only place that knows every service.
+
+May import the kernel and all of the server.
+"""

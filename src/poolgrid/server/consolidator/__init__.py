@@ -1,1 +1,5 @@
-"""The event store of a pool: takes the sources' batches, consolidates them, keeps the journal, serves it to routers."""
+"""The consolidator process: takes the batches of sources, keeps the journal on disk, serves it to routers.
+
+May import of the kernel ``wire``, ``kv_events``, ``consolidation`` and ``journal``; of the server ``process``,
+``transport``, ``http`` and ``discovery``.
+"""

@@ -1,1 +1,4 @@
-"""What a forwarded request and its answer are changed in, and which of them are forwarded; pure."""
+"""What is changed in a forwarded request and its answer, and which requests are forwarded. Pure.
+
+May import of the kernel ``wire``; of the server ``diagnosis``.
+"""

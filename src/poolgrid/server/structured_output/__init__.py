@@ -1,1 +1,4 @@
-"""Grammars and schemas for structured output: limits, structural tags, the parsers of a model's output."""
+"""Grammars and schemas for structured output: limits and structural tags. Pure.
+
+May import of the kernel ``wire``.
+"""

@@ -1,1 +1,4 @@
-"""Sockets between processes: ZeroMQ, ZMTP on the event loop, TLS and CURVE."""
+"""Sockets between processes: ZeroMQ, ZMTP on the event loop, TLS and CURVE.
+
+May import of the kernel ``wire``; of the server ``process``.
+"""
