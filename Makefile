@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm vllm-hybrid kubernetes image nats hosts slurm trtllm-upstream comparison
+.PHONY: check lint types test kernel lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm vllm-hybrid kubernetes image nats hosts slurm trtllm-upstream comparison
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -13,6 +13,9 @@ types:
 
 test:
 	$(PYTHON) -m pytest -n 4 --dist loadfile
+
+kernel:  ## the kernel's own tests, which import nothing else of poolgrid
+	$(PYTHON) -m pytest -n 2 $$($(PYTHON) -m tests.kernel)
 
 lowest:  ## the lowest versions of all dependencies that pyproject.toml allows, in build/lowest, and every served path with them
 	rm -rf build/lowest

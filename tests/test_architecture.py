@@ -506,7 +506,8 @@ def test_every_package_has_a_rule_and_a_row() -> None:
         for path in (PACKAGE / ring).iterdir()
         if path.is_dir() and path.name != "__pycache__"
     }
-    printed = set(re.findall(r"^\| `(\w+)/` \|", PAGE.read_text(), re.MULTILINE))
+    rows = re.findall(r"^\| (`\w+/`.*?) \|", PAGE.read_text(), re.MULTILINE)
+    printed = {name for row in rows for name in re.findall(r"`(\w+)/`", row)}
 
     assert not {each for each in packages if _package_of(each) is None}, "say in MAY_IMPORT what they may import"
     assert not {each for each in packages if each.partition(".")[2] not in printed}, "docs/architecture.md lacks a row"

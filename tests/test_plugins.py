@@ -43,7 +43,7 @@ REFUSALS = (
     Refusal(
         "kubernetes",
         ("router", "--names", "kubernetes"),
-        "loading the plug-in 'kubernetes' of poolgrid.server.discovery",
+        "loading the plug-in 'kubernetes' of poolgrid.discovery",
     ),
     Refusal(
         "nats",

@@ -501,8 +501,11 @@ def test_every_refusal_in_the_code_is_in_the_table_and_no_other() -> None:
     pattern = re.compile(r"""\(\s*(401|403|413|429|503),\s*"(\w+)\"""")
     raised = {
         (int(status), code)
-        for package in ("frontend", "router", "global_router", "serving", "../plugins/fleet_page", "../kernel/requests")
-        for path in (ROOT / "src" / "poolgrid" / "server" / package).resolve(strict=True).rglob("*.py")
+        for package in (
+            *("server/frontend", "server/router", "server/global_router", "server/serving"),
+            *("plugins/fleet_page", "plugins/endpoint_picker", "kernel/requests"),
+        )
+        for path in (ROOT / "src" / "poolgrid" / package).resolve(strict=True).rglob("*.py")
         for status, code in pattern.findall(path.read_text())
     }
     raised |= {(status, code) for code, status in STATUS_BY_CODE.items() if status in REFUSAL_STATUSES}
