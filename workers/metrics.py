@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
+from poolgrid.process.instruments import Counter, Gauge, Histogram
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, LoadReported
 from poolgrid.workers.core.push_stream import HASH_BYTES, PushStream
 from poolgrid.workers.engines.protocol import EngineReport
