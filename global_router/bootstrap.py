@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
+from poolgrid.frontend.model_loading import ModelLoading
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.document.grid_document import GridDocument, GridDocumentError, TargetDefaults
@@ -105,6 +106,7 @@ FLEET_PAGE = "poolgrid.fleet_page.global_source"
 async def serve(
     settings: GlobalRouterSettings,
     frontend: FrontendSettings,
+    model: ModelLoading,
     stop: asyncio.Event,
     ready: Callable[..., None],
     place: GroupPlace | None = None,
@@ -119,7 +121,7 @@ async def serve(
     """
     async with AsyncExitStack() as opened:
         loaded = _read_document(settings)
-        process = RouterProcess(opened, settings, frontend, place)
+        process = RouterProcess(opened, settings, frontend, model, place)
         metrics = GlobalRouterMetrics(process.registry)
         process.warn_of_exposures("")
         context = process.open_context(process.context_maker())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from prometheus_client import CollectorRegistry
 
 from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.frontend.model_loading import ModelLoading
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.clock import Clock
@@ -81,6 +82,7 @@ async def serve(
     settings: RouterSettings,
     frontend: FrontendSettings,
     consolidator: ConsolidatorSettings,
+    model: ModelLoading,
     stop: asyncio.Event,
     ready: Callable[[Endpoints], None],
     place: GroupPlace | None = None,
@@ -92,7 +94,7 @@ async def serve(
     Whatever ends it, what was opened is closed again, in reverse order.
     """
     async with AsyncExitStack() as opened:
-        process = RouterProcess(opened, settings, frontend, place)
+        process = RouterProcess(opened, settings, frontend, model, place)
         clock, registry = process.clock, process.registry
         awake = process.start_clock(settings.worker_timeout_ms, settings.reservation_ttl_ms)
         metrics = RouterMetrics(registry)

@@ -24,6 +24,7 @@ from poolgrid.cli.commands.consolidator import ServersBeside, follower_settings
 from poolgrid.consolidator.bootstrap import ConsolidatorEndpoints
 from poolgrid.consolidator.bootstrap import serve as serve_store
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.frontend.model_loading import ModelLoading
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.leash import leashed
 from poolgrid.process.settings import with_constants
@@ -231,8 +232,9 @@ def running_gateway(directory: Path, logs: bool = True, **settings: Any) -> Iter
                                 **settings.pop("router", {}),
                             },
                         ),
-                        FrontendSettings(**settings.pop("frontend", {})),
+                        frontend := FrontendSettings(**settings.pop("frontend", {})),
                         ConsolidatorSettings(),
+                        ModelLoading(frontend),
                         stop,
                         ready.set_result,
                     )

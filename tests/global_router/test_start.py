@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from poolgrid.frontend.model_loading import ModelLoading
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router import bootstrap
@@ -38,6 +39,7 @@ def starting(
         await bootstrap.serve(
             GlobalRouterSettings(**{"config": path, "port": 0, "shutdown_timeout_ms": 100, **settings}),
             FrontendSettings(),
+            ModelLoading(FrontendSettings()),
             stop,
             on_ready,
             place,

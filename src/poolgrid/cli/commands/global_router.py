@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from poolgrid.cli.command_line import LogChoice, command, log_options
 from poolgrid.cli.global_router_group import serve_global_group
 from poolgrid.cli.options import with_settings
-from poolgrid.cli.service_process import run_service, say_ready
+from poolgrid.cli.service_process import Main, run_service, say_ready
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.process.lifecycle import GroupPlace
@@ -37,14 +35,19 @@ def global_router(
 ) -> None:
     """Run a global router: the OpenAI HTTP API over several pools, chosen by a grid."""
     from poolgrid.cli.hub_model import router_model
-    from poolgrid.global_router.bootstrap import serve
 
     frontend = router_model(frontend)
 
-    async def main(stop: asyncio.Event) -> None:
+    def prepare() -> Main:
         if settings.http_workers > 1:
-            await serve_global_group(settings, frontend, log_choice, stop, say_ready)
-        else:
-            await serve(settings, frontend, stop, say_ready, GroupPlace.from_environment())
+            return lambda stop: serve_global_group(settings, frontend, log_choice, stop, say_ready)
+        from poolgrid.frontend.model_loading import ModelLoading
 
-    run_service("global-router", log_choice, main)
+        model = ModelLoading(frontend)
+        # Late: a thread reads the model meanwhile.
+        from poolgrid.global_router.bootstrap import serve
+
+        place = GroupPlace.from_environment()
+        return lambda stop: serve(settings, frontend, model, stop, say_ready, place)
+
+    run_service("global-router", log_choice, prepare)
