@@ -472,13 +472,14 @@ def ttft_target_ms(hints: Mapping[str, Any]) -> float:
     A global router reads more of them, and refuses what it cannot read (``poolgrid.kernel.pool_grids.choice``). Here
     a target only helps to choose between workers, so one that is no number of milliseconds above 0 asks for nothing.
     """
+    # They are of JSON, so dictionaries: a look at ``Mapping`` would take longer than all the rest.
     nvext = hints.get("nvext")
-    router = nvext.get("router") if isinstance(nvext, Mapping) else None
-    value = router.get("ttft_target") if isinstance(router, Mapping) else None
+    router = nvext.get("router") if isinstance(nvext, dict) else None
+    value = router.get("ttft_target") if isinstance(router, dict) else None
     if value is None:
         headers = hints.get("headers")
-        value = headers.get(TTFT_HEADER) if isinstance(headers, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        value = headers.get(TTFT_HEADER) if isinstance(headers, dict) else None
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float | str):
         return 0.0
     if isinstance(value, str) and len(value) > VALUE_CHARS_MAX:
         return 0.0
