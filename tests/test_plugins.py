@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ import poolgrid
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
 
 PACKAGE = Path(poolgrid.__file__).parent
+ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.parent.name for path in (PACKAGE / "plugins").glob("*/__init__.py"))
 
 MEETS = {"simulation": ("bench", "simulated")}
@@ -158,15 +160,18 @@ def test_every_plugin_imports_without_the_others(tmp_path: Path) -> None:
 
 
 def test_every_plugin_has_an_entry_point_a_page_of_its_own_and_words_that_refuse_it() -> None:
-    groups = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["project"]["entry-points"]
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     named = {value.split(".")[2] for group in groups.values() for value in group.values() if ".plugins." in value}
 
     assert set(NAMES) == named
     assert {each.plugin for each in REFUSALS} | SILENT == set(NAMES)
     for name in NAMES:
-        lines = (PACKAGE / "plugins" / name / "README.md").read_text().splitlines()
+        page = PACKAGE / "plugins" / name / "README.md"
+        lines = page.read_text().splitlines()
         assert lines[0].startswith("# "), name
         assert 8 <= len(lines) <= 30, name
+        for place in re.findall(r"`((?:tests|docs|lab)/[\w./]+)`", page.read_text()):
+            assert (ROOT / place).exists(), f"{page} names {place}"
 
 
 def test_a_pool_serves_with_the_simulated_engine_alone(tmp_path: Path) -> None:
