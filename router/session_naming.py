@@ -9,6 +9,7 @@ import msgspec
 
 from poolgrid.consolidator.core.session_table import IDLE_MAX_MS
 from poolgrid.inference import InferenceRequest
+from poolgrid.router.core.echoes import echoes_of
 from poolgrid.router.core.lineage import Known, anchor_of, digest_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.wire.card import WorkerCard
@@ -51,10 +52,10 @@ class SessionNaming:
         if not hint.name and not hint.keep_ms and len(request.token_ids) <= TOKEN_BYTES * SHORT_TOKENS:
             return None
         tenant = tenant_key(request.tenant) if request.tenant else 0
-        name, parent, anchor, residual, return_ms = hint.name, hint.parent, 0, 0, 0
+        name, parent, beside, anchor, residual, return_ms = hint.name, hint.parent, "", 0, 0, 0
         if not name and path:
             token_ids = request.token_ids
-            name, parent = self._lineage.find(tenant, path, token_ids, block_size, hint.answer)
+            name, parent, beside = self._lineage.find(tenant, path, token_ids, block_size, hint.answer)
             anchor = anchor_of(path)
             residual = digest_of(token_ids, len(path) * block_size, len(token_ids) // TOKEN_BYTES)
         if not name:
@@ -65,7 +66,9 @@ class SessionNaming:
             gap = session.gaps[AFTER_TOOL] if session.gaps[AFTER_TOOL].count else self._sessions.gaps[AFTER_TOOL]
             return_ms = gap.limit_ms if gap.limit_ms <= RETURN_MAX_MS else 0
         tail = path[-1] if path else 0
-        turn = SessionTurn(name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms)
+        turn = SessionTurn(
+            name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms, beside=beside
+        )
         return self._keeping(turn, request, path) if request.kept_tokens_max and request.retention is None else turn
 
     def follows(self, request: InferenceRequest) -> Known | None:
@@ -134,5 +137,6 @@ class SessionNaming:
         begin = len(path) * block_size
         total = (len(request.token_ids) + len(output)) // TOKEN_BYTES
         digest = digest_of(request.token_ids[TOKEN_BYTES * begin :] + output, 0, total - begin)
-        self._lineage.end(request.request_id, total, digest)
-        return TurnAnswer(request.request_id, turn.tenant, turn.session, total, digest)
+        echoes = echoes_of(bytes(output), request.token_ids, path)
+        self._lineage.end(request.request_id, total, digest, echoes)
+        return TurnAnswer(request.request_id, turn.tenant, turn.session, total, digest, echoes)

@@ -172,6 +172,9 @@ SESSION_FOOTPRINTS_MAX = 8
 SESSION_TAILS_MAX = 4
 """Turns of a session from which forks are recognised, the latest."""
 
+SESSION_ECHOES_MAX = 8
+"""Places of an answer by which a prompt that repeats it is recognised."""
+
 ANSWERS_TOGETHER_MAX = 256
 """Answers of turns that one message tells a worker."""
 

@@ -14,7 +14,10 @@ from msgspec import Meta
 
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import U32, U64, Identifier
-from poolgrid.wire.limits import SESSION_FOOTPRINTS_MAX, SESSION_TAILS_MAX
+from poolgrid.wire.limits import SESSION_ECHOES_MAX, SESSION_FOOTPRINTS_MAX, SESSION_TAILS_MAX
+
+Echoes = Annotated[tuple[U64, ...], Meta(max_length=SESSION_ECHOES_MAX)]
+"""Hashes of places in an answer (``poolgrid.router.core.echoes``)."""
 
 TENANTS_KEPT = 4096
 """Tenants whose keys are kept ready."""
@@ -63,6 +66,8 @@ class SessionTurn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """As many as its tenant's budget has room for; 0 = none are kept."""
     repeats: U64 = 0
     """``tail`` of a kept prompt of the tenant that this one begins with: both count once; 0 = none."""
+    beside: Identifier = ""
+    """A request of ``parent`` that runs and continues the same turn: both are its children."""
 
 
 class TurnAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -75,6 +80,7 @@ class TurnAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Tokens of prompt and answer."""
     digest: U64
     """XXH3-64 of the tokens behind the last whole block of the prompt."""
+    echoes: Echoes = ()
 
 
 class Tail(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -89,6 +95,8 @@ class Tail(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Tokens of prompt and answer; 0 while the answer is not complete."""
     digest: U64 = 0
     """XXH3-64 of the tokens behind the block ``tail`` up to ``total``."""
+    echoes: Echoes = ()
+    """Of the session's latest answer alone."""
 
 
 class Footprint(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -197,8 +197,8 @@ class _OnlyTurn(msgspec.Struct, eq=False, gc=False):
         request_id = request_of(turn.request_id)
         tails: tuple[Tail, ...] = ()
         if given.anchor:
-            total, digest = (0, 0) if self.answer is None else (self.answer.total, self.answer.digest)
-            tails = (Tail(request_id, given.tail, given.anchor, isl, given.residual, total, digest),)
+            tail, answer = Tail(request_id, given.tail, given.anchor, isl, given.residual), self.answer
+            tails = (tail if answer is None else _answered(tail, answer),)
         footprints: tuple[Footprint, ...] = ()
         if is_over and turn.blocks:
             footprints = (Footprint(turn.worker_id, turn.dp_rank, turn.blocks, turn.tail),)
@@ -392,7 +392,9 @@ class SessionTable:
             session.cached_tokens = 0
         if given.anchor and not (is_same and session.tails):
             tail = Tail(request_id, given.tail, given.anchor, event.isl, given.residual)
-            session.tails = (*session.tails, tail)[-SESSION_TAILS_MAX:]
+            # The answer before can be found by its echoes no more.
+            earlier = [_copy(each, echoes=()) if each.echoes else each for each in session.tails]
+            session.tails = (*earlier, tail)[-SESSION_TAILS_MAX:]
         if len(entry.running) >= RUNNING_MAX:
             self._withdraw(next(iter(entry.running)))
         self._run(entry, turn)
@@ -505,12 +507,7 @@ class SessionTable:
             if request_of(only.turn.request_id) == request_id:
                 only.answer = answer
             return
-        tails = [
-            Tail(request_id, each.tail, each.anchor, each.isl, each.residual, answer.total, answer.digest)
-            if each.request_id == request_id
-            else each
-            for each in entry.record.tails
-        ]
+        tails = [_answered(each, answer) if each.request_id == request_id else each for each in entry.record.tails]
         entry.own().tails = tuple(tails)
 
     def lost(self, record: JournalRecord, event: object) -> None:
@@ -633,6 +630,10 @@ class SessionTable:
         for prompt in snapshot.kept:
             self.kept.add(prompt)
         self.gaps = snapshot.gaps
+
+
+def _answered(tail: Tail, answer: TurnAnswer) -> Tail:
+    return _copy(tail, total=answer.total, digest=answer.digest, echoes=answer.echoes)
 
 
 def _with_gap(gaps: tuple[Gap, Gap, Gap], place: int, gap_ms: int) -> tuple[Gap, Gap, Gap]:
