@@ -82,6 +82,8 @@ class Known(msgspec.Struct, eq=False, gc=False):
     digest: int = 0
     is_latest: bool = True
     """Whether its session has not continued from here."""
+    is_first: bool = False
+    """Whether its prompt may be no more than what users have in common."""
     is_over: bool = False
     is_given_up: bool = False
     """Whether it is the first of its session and has no complete answer: its client left."""
@@ -183,13 +185,11 @@ class Lineage:
 
     def _after_answer(self, ends: Sequence[Known]) -> Found:
         """Return what a prompt is that begins with the same prompts and answers as some turns."""
-        latest = [known for known in ends if known.is_latest]
-        sessions = {known.turn.session for known in ends}
-        if len(sessions) == 1:
-            return self._after((latest or ends)[-1])
+        known = next((each for each in reversed(ends) if each.is_latest), ends[-1])
+        if len({each.turn.session for each in ends}) == 1:
+            return self._after(known)
         # It is unknown whose turn it is. Of one that none has continued from it is at least a fork.
-        names = {known.turn.session for known in latest}
-        return Found(parent=names.pop()) if len(names) == 1 else NOTHING
+        return Found(parent=known.turn.session)
 
     def _after(self, known: Known) -> Found:
         """Return what a prompt is that continues a turn, or that forks where its session has gone on."""
@@ -207,8 +207,8 @@ class Lineage:
         known = begun[-1]
         if len(begun) == 1 or len({each.turn.session for each in begun}) == 1:
             known = next((each for each in reversed(begun) if each.is_latest), known)
-            if known.is_latest and known.is_over and not known.is_twin and not known.branches:
-                return Found(parent=known.turn.session) if known.is_branch else Found(known.turn.session)
+            if (known.is_over and not known.is_twin) if known.is_latest else not known.is_first:
+                return self._after(known)
         return self._fork(known)
 
     def _fork(self, known: Known) -> Found:
@@ -267,7 +267,7 @@ class Lineage:
         if not anchor or request_id in self._by_request:
             return
         before = self._latest.get(key)
-        known = Known(request_id, turn, isl, before)
+        known = Known(request_id, turn, isl, before, is_first=before is None)
         if before is not None:
             if _has_same_prompt(before, known):
                 known.before, before.before = before.before, None  # either may get the answer that is continued
@@ -293,10 +293,9 @@ class Lineage:
         if known is not None and not known.total:
             known.total, known.digest, known.is_given_up = total, digest, False
             self._be_over(known)
-            if known.is_latest and echoes:
-                known.echoes = echoes
-                for echo in echoes:
-                    self._echoes[echo] = (*self._echoes.get(echo, ()), known)[-SAME_ECHO_MAX:]
+            known.echoes = echoes
+            if known.is_latest:
+                self._hear(known)
 
     def withdraw(self, request_id: str) -> None:
         """Forget a turn that has no complete answer: its client asks again from the turn before.
@@ -320,8 +319,9 @@ class Lineage:
             else:
                 self._latest[key] = before
                 at = before.before if before.is_branch else before
-                if at is not None:
-                    at.is_latest = at.request_id in self._by_request
+                if at is not None and at.request_id in self._by_request:
+                    at.is_latest = True
+                    self._hear(at)
         self._forget(known)
 
     def load(self, snapshot: SessionsSnapshot) -> None:
@@ -370,9 +370,12 @@ class Lineage:
             known.beside.branches -= 1
             known.beside = None
 
+    def _hear(self, known: Known) -> None:
+        for echo in known.echoes:
+            self._echoes[echo] = (*self._echoes.get(echo, ()), known)[-SAME_ECHO_MAX:]
+
     def _drop_echoes(self, known: Known) -> None:
-        echoes, known.echoes = known.echoes, ()
-        for echo in echoes:
+        for echo in known.echoes:
             left = tuple([each for each in self._echoes.get(echo, ()) if each is not known])
             if left:
                 self._echoes[echo] = left
