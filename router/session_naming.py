@@ -52,10 +52,10 @@ class SessionNaming:
         if not hint.name and not hint.keep_ms and len(request.token_ids) <= TOKEN_BYTES * SHORT_TOKENS:
             return None
         tenant = tenant_key(request.tenant) if request.tenant else 0
-        name, parent, beside, anchor, residual, return_ms = hint.name, hint.parent, "", 0, 0, 0
+        name, parent, sibling, anchor, residual, return_ms = hint.name, hint.parent, "", 0, 0, 0
         if not name and path:
             token_ids = request.token_ids
-            name, parent, beside = self._lineage.find(tenant, path, token_ids, block_size, hint.answer)
+            name, parent, sibling = self._lineage.find(tenant, path, token_ids, block_size, hint.answer)
             anchor = anchor_of(path)
             residual = digest_of(token_ids, len(path) * block_size, len(token_ids) // TOKEN_BYTES)
         if not name:
@@ -66,9 +66,7 @@ class SessionNaming:
             gap = session.gaps[AFTER_TOOL] if session.gaps[AFTER_TOOL].count else self._sessions.gaps[AFTER_TOOL]
             return_ms = gap.limit_ms if gap.limit_ms <= RETURN_MAX_MS else 0
         tail = path[-1] if path else 0
-        turn = SessionTurn(
-            name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms, beside=beside
-        )
+        turn = SessionTurn(name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms, sibling=sibling)
         return self._keeping(turn, request, path) if request.kept_tokens_max and request.retention is None else turn
 
     def follows(self, request: InferenceRequest) -> Known | None:

@@ -5,15 +5,15 @@ Rules
        continues that turn's session. The longest such turn decides. So does one that begins with the prompt alone, as
        histories leave out reasoning or are rewritten, if that turn is its session's latest, is over, and no other
        session has had the same prompt.
-    2. Where the session has gone on from that turn already, the prompt is an edit and continues it if nothing of the
-       session runs. Otherwise it is a fork: a session of its own whose parent is known. If the turn that runs went on
-       from the same one, both are children: what continues it is a session of its own, and the parent's next turn
-       continues the parent's.
-    3. A prompt that equals an earlier one is a retry, and continues its session, if all that it continues belongs to
-       that session alone, or if that turn was given up. The first prompts of two users may be equal: such a one is a
-       fork.
-    4. A prompt in which words of a session's latest answer stand (``core.echoes``) continues that session: a compacted
-       one, which is shorter than the prompt of that answer.
+    2. If the session has continued from that turn already, the prompt is an edit, and continues the session if nothing
+       of it runs. Otherwise it is a fork: a session of its own whose parent is known. If the turn that runs continues
+       the same turn, both are children: what continues it is a session of its own, and the next turn of the parent
+       continues the parent's session.
+    3. A prompt that equals an earlier one is a retry, and continues its session, if the turns before it are of that
+       session alone, or if the earlier one was given up. The first prompts of two users may be equal: then the second
+       is a fork.
+    4. A prompt that repeats words of a session's latest answer (``core.echoes``) continues that session if it is
+       shorter than the prompt of that answer: the context was compacted.
     5. Tokens are compared by XXH3-64 behind the last whole block, blocks by their sequence hashes; so two prompts are
        taken for equal only where they are. Tenants are apart.
     6. Tails are found by every ``STRIDE``-th block of a path from its end on; only where such an *anchor* is known the
@@ -63,8 +63,8 @@ class Found(NamedTuple):
     """The session that it continues; empty = it begins one."""
     parent: str = ""
     """The session that it forks from."""
-    beside: str = ""
-    """The request of the parent that runs, and that went on from the same turn."""
+    sibling: str = ""
+    """The request of the parent that runs and continues the same turn."""
 
 
 NOTHING: Final = Found()
@@ -90,11 +90,11 @@ class Known(msgspec.Struct, eq=False, gc=False):
     is_twin: bool = False
     """Whether another session has had the same prompt."""
     is_branch: bool = False
-    """Whether it went on beside others, as the first of several subagents does: its session continues ``before``."""
-    beside: Known | None = None
-    """The turn that it went on from beside others, while it runs."""
+    """Whether it is the first of several children of ``before``, from which its session continues."""
+    origin: Known | None = None
+    """The turn that it and its siblings continue, while it runs."""
     branches: int = 0
-    """Turns that run so."""
+    """Turns that run and have it as their origin."""
     echoes: tuple[int, ...] = ()
 
 
@@ -177,9 +177,7 @@ class Lineage:
         if len(sessions) == 1 and not any(known.is_twin for known in before):
             for known in reversed(equal):
                 turn = known.turn
-                if (turn.session in sessions or turn.parent in sessions) and (
-                    known.is_latest or self._is_idle(known)
-                ):
+                if (turn.session in sessions or turn.parent in sessions) and (known.is_latest or self._is_idle(known)):
                     return Found(turn.session)
         return Found(parent=equal[-1].turn.session)
 
@@ -192,7 +190,7 @@ class Lineage:
         return Found(parent=known.turn.session)
 
     def _after(self, known: Known) -> Found:
-        """Return what a prompt is that continues a turn, or that forks where its session has gone on."""
+        """Return what a prompt is that continues a turn, from which its session may have continued already."""
         session = known.turn.session
         if known.is_branch:
             return Found(parent=session)
@@ -212,11 +210,11 @@ class Lineage:
         return self._fork(known)
 
     def _fork(self, known: Known) -> Found:
-        """Return a fork of a turn; together with the one that its session has gone on with, while that runs."""
+        """Return a fork of a turn, with its sibling: the turn with which its session continued, while that runs."""
         turn = known.turn
         latest = self._latest.get((turn.tenant, turn.session))
-        is_beside = latest is not None and latest.before is known and (known.branches or not latest.is_over)
-        return Found(parent=turn.session, beside=latest.request_id if latest is not None and is_beside else "")
+        is_sibling = latest is not None and latest.before is known and (known.branches or not latest.is_over)
+        return Found(parent=turn.session, sibling=latest.request_id if latest is not None and is_sibling else "")
 
     def _is_idle(self, known: Known) -> bool:
         """Return whether no turn of a session is known to run; ``known`` is any of it."""
@@ -283,7 +281,7 @@ class Lineage:
         if len(behind) > SAME_TAIL_MAX:
             self._forget(behind[0])
         self._anchors[anchor] = self._anchors.get(anchor, 0) + 1
-        if turn.beside:
+        if turn.sibling:
             self._branch(known)
         if len(self._by_request) > self._capacity:
             self._forget(next(iter(self._by_request.values())))
@@ -329,9 +327,7 @@ class Lineage:
         for session in snapshot.sessions:
             for tail in session.tails:
                 name, tenant, parent = session.name, session.tenant, session.parent
-                of = SessionTurn(
-                    name, tenant, parent, tail=tail.tail, anchor=tail.anchor, residual=tail.residual
-                )
+                of = SessionTurn(name, tenant, parent, tail=tail.tail, anchor=tail.anchor, residual=tail.residual)
                 self.begin(tail.request_id, of, tail.isl)
                 if tail.total:
                     self.end(tail.request_id, tail.total, tail.digest, tail.echoes)
@@ -350,8 +346,8 @@ class Lineage:
             before.before.is_latest = False
 
     def _branch(self, known: Known) -> None:
-        """Note a turn that went on from the same one as another that runs: both are children."""
-        first = self._by_request.get(known.turn.beside)
+        """Note a turn that continues the same turn as another one that runs: both are children."""
+        first = self._by_request.get(known.turn.sibling)
         at = None if first is None else first.before
         if first is None or at is None or not (first.is_latest or first.is_branch):
             return
@@ -359,16 +355,16 @@ class Lineage:
             first.is_branch = True
             at.is_latest = True
             if not first.is_over:
-                first.beside = at
+                first.origin = at
                 at.branches += 1
-        known.beside = at
+        known.origin = at
         at.branches += 1
 
     def _be_over(self, known: Known) -> None:
         known.is_over = True
-        if known.beside is not None:
-            known.beside.branches -= 1
-            known.beside = None
+        if known.origin is not None:
+            known.origin.branches -= 1
+            known.origin = None
 
     def _hear(self, known: Known) -> None:
         for echo in known.echoes:

@@ -66,7 +66,7 @@ class Pool:
             tail=path[-1],
             anchor=anchor_of(path),
             residual=digest_of(token_ids, len(path) * BLOCK, len(prompt)),
-            beside=found.beside,
+            sibling=found.sibling,
         )
         self.lineage.begin(request_id, turn, len(prompt))
         return Answer(self, request_id, session, found, prompt)
@@ -233,8 +233,8 @@ def children_that_begin_at_once(pool: Pool) -> None:
     children = [pool.ask(chat(*said, words(f"task {child}"))) for child in range(3)]
     assert [each.found.parent for each in children] == ["", parent.session, parent.session]
     names: set[str] = set()
-    for at, child in enumerate(children):
-        task, session = [*said, words(f"task {at}")], child.session
+    for at, begun in enumerate(children):
+        child, task, session = begun, [*said, words(f"task {at}")], begun.session
         for turn in range(3):
             task += [child.ends(words(f"answer {at} {turn}")), words(f"{at} {turn}")]
             child = pool.ask(chat(*task))

@@ -70,7 +70,7 @@ def test_what_begins_while_its_session_goes_on_is_a_child() -> None:
     assert pool.ask([*prompt, 60, 61, 1])[1] == Found(parent=session)
     said = pool.answer(prompt, [50, 51], 1)
     assert pool.ask([*said, 1])[1] == Found(session)
-    assert pool.ask([*said, 2])[1] == Found(parent=session, beside="r3")
+    assert pool.ask([*said, 2])[1] == Found(parent=session, sibling="r3")
 
 
 def test_a_common_system_prompt_says_nothing() -> None:
@@ -113,7 +113,7 @@ def test_the_longest_turn_decides_whose_next_one_a_prompt_is() -> None:
     said = pool.answer(prompt, [90, 90], 1)
 
     assert pool.ask([*said, 80])[1] == Found("s1")
-    assert pool.ask([*said, 81])[1] == Found(parent="s1", beside="r3"), "though the second turn is a beginning of it"
+    assert pool.ask([*said, 81])[1] == Found(parent="s1", sibling="r3"), "though the second turn is a beginning of it"
 
 
 def test_where_one_of_two_equal_turns_was_continued_the_next_prompt_is_a_fork_of_the_other() -> None:
@@ -231,4 +231,4 @@ def test_a_turn_without_a_complete_answer_is_asked_again_in_its_session() -> Non
     pool.lineage.withdraw(f"r{pool.requests}")
 
     assert pool.ask([*said, 1])[0] == session
-    assert pool.ask([*said, 2])[1] == Found(parent=session, beside=f"r{pool.requests - 1}")
+    assert pool.ask([*said, 2])[1] == Found(parent=session, sibling=f"r{pool.requests - 1}")

@@ -135,7 +135,7 @@ def test_without_ids_sessions_have_the_same_gains_by_their_prompts_alone(seed: i
 
 @pytest.mark.parametrize("sends", Sends)
 def test_an_agent_has_one_name_whatever_its_client_sends_as_answers(sends: Sends) -> None:
-    load = NamelessAgents.of(workload(), sends)
+    load = NamelessAgents.of(agent_workload(workload().plan.first(AGENTS // 2), BLOCK), sends)
     arrivals, ends = load.arrivals(), list[tuple[float, str]]()
     while ends or arrivals.next_ms() < NEVER:
         if ends and ends[0][0] <= arrivals.next_ms():

@@ -66,7 +66,7 @@ class SessionTurn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """As many as its tenant's budget has room for; 0 = none are kept."""
     repeats: U64 = 0
     """``tail`` of a kept prompt of the tenant that this one begins with: both count once; 0 = none."""
-    beside: Identifier = ""
+    sibling: Identifier = ""
     """A request of ``parent`` that runs and continues the same turn: both are its children."""
 
 
