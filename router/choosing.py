@@ -261,6 +261,7 @@ class Chooser:
         found = self._state.offer(
             TurnOffered(wanted.request, wanted.path, now_ms, wanted.time_ms, wanted.roles, waited_ms, is_behind)
         )
+        routed.displaced += found.displaced
         if found.admitted and found.crowded:
             routed.crowded = dict.fromkeys(found.crowded, CROWDED)
         return found.admitted

@@ -15,6 +15,7 @@ from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.lineage import Known
 from poolgrid.router.core.selector import NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import LegSpec
+from poolgrid.router.core.working_set import SessionKey
 from poolgrid.serving.fair_queue import QueuedRequest
 from poolgrid.serving.legs import Dispatch
 from poolgrid.serving.request_tracker import RoutedRequest
@@ -50,6 +51,8 @@ class LocalRequest(RoutedRequest, eq=False):
     """Its place in the queue, while it waits."""
     crowded: Mapping[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that it must leave alone while others can serve it: it would evict sessions there."""
+    displaced: tuple[SessionKey, ...] = ()
+    """Sessions that have lost their places to it."""
     has_place: bool = False
     """Whether it has waited for room in the pool's working set, and has it: it does not wait for engines too, where
     turns of other sessions would pass it."""

@@ -15,7 +15,7 @@ from poolgrid.router.core.projection import Projection
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
 from poolgrid.wire.requests import FinishReason
-from poolgrid.wire.sessions import SessionTurn, TurnAnswer, TurnEnding, tenant_key
+from poolgrid.wire.sessions import SessionTurn, TurnAnswer, TurnEnding, TurnPlace, tenant_key
 
 COMPLETE: Final = (FinishReason.STOP, FinishReason.LENGTH)
 """How an answer ends that a later prompt repeats."""
@@ -107,11 +107,16 @@ class SessionNaming:
         return known is not None and known.request_id == request_id
 
     @staticmethod
-    def placed(request: InferenceRequest, card: WorkerCard) -> None:
-        """Keep nothing of a turn on a worker whose engine cannot: its client is told what was kept."""
+    def placed(request: InferenceRequest, card: WorkerCard, place: TurnPlace | None) -> None:
+        """Note the place of a turn, and keep nothing of one on a worker whose engine cannot: its client is told what
+        was kept."""
         turn = request.turn
-        if turn is not None and turn.keep_tokens and not card.takes_retention:
-            request.turn = msgspec.structs.replace(turn, keep_ms=0, keep_tokens=0, repeats=0)
+        if turn is None:
+            return
+        if place is not None and turn.keep_tokens and not card.takes_retention:
+            request.turn = msgspec.structs.replace(turn, keep_ms=0, keep_tokens=0, repeats=0, place=place)
+        elif turn.place is not place:
+            request.turn = msgspec.structs.replace(turn, place=place)
 
     def is_later(self, turn: SessionTurn | None) -> bool | None:
         """Return whether a turn continues another of its session, or of its parent; ``None`` = no turn is known."""

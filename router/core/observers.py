@@ -9,6 +9,7 @@ from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.policy import IndexArray
 from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.events import TurnBegan
 from poolgrid.wire.identifiers import WorkerKey
 
 IsOpen = Callable[[WorkerKey, str], bool]
@@ -41,6 +42,9 @@ class Observer:
         """A decision was booked."""
 
     # -- requests --------------------------------------------------------------------------------------------------
+
+    def on_turn_began(self, worker: Worker, event: TurnBegan, now_ms: float) -> None:
+        """A worker accepted a turn of a session, of any router."""
 
     def on_started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> None:
         """A worker began a request, of any router, and reuses so many tokens."""

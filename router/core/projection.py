@@ -316,6 +316,10 @@ class Projection:
     def _turn_began(self, key: WorkerKey, record: JournalRecord, event: TurnBegan, now_ms: float) -> None:
         self.lineage.begin(request_of(event.request_id), event.turn, event.isl)
         self.sessions.began(record, event)
+        worker = self.fleet.workers.get(key)
+        if worker is not None:
+            for observer in self.observers:
+                observer.on_turn_began(worker, event, now_ms)
 
     def _turn_ended(self, key: WorkerKey, record: JournalRecord, event: TurnEnded, now_ms: float) -> None:
         answer = event.answer

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -287,12 +287,12 @@ class WorkingSet:
         self,
         turn: OfferedTurn,
         worker: WorkerKey,
-        path: Sequence[int],
-        overlap: int,
+        common: int,
+        prefix: int,
         now_ms: float,
         waited_ms: float = 0.0,
     ) -> None:
-        """Note that a turn goes to a worker that holds ``overlap`` leading blocks of its ``path``."""
+        """Note that a turn goes to a worker that holds its ``common`` leading blocks, the last with hash ``prefix``."""
         if self._idle:
             self._expire(now_ms)
         session = turn.session
@@ -303,9 +303,9 @@ class WorkingSet:
                 room, is_slow = self._rooms.get(worker), self.slow_share > 0.5
                 member = Member(worker, room, turn.priority, turn.parent, is_slow, now_ms, now_ms)
                 self._running[session] = member
-                if overlap:
-                    self._found(member, path, overlap)
-                member.blocks, member.running, member.is_resident = max(0, turn.blocks - overlap), 1, True
+                if common:
+                    self._found(member, common, prefix)
+                member.blocks, member.running, member.is_resident = max(0, turn.blocks - common), 1, True
                 self._count(member, 1)
                 self._bound()
                 return
@@ -318,7 +318,7 @@ class WorkingSet:
                 self._count(member, -1)
                 member.is_resident = False
             member.worker, member.room = worker, self._rooms.get(worker)
-            self._found(member, path, overlap)
+            self._found(member, common, prefix)
         member.running += 1
         member.priority = turn.priority
         member.used_ms = now_ms
@@ -351,6 +351,67 @@ class WorkingSet:
             # Its parent continues once all subagents have answered.
             self._idle[member.parent].used_ms = now_ms
             self._idle.move_to_end(member.parent)
+
+    def displace(self, sessions: Iterable[SessionKey]) -> None:
+        """Take the places of idle sessions, for a turn that another router admitted."""
+        for session in sessions:
+            if session in self._idle:
+                self._send_away(session)
+
+    # -- snapshots -------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget workers and sessions; what was learned of pauses stays."""
+        for held in (self._rooms, self._running, self._idle, self._away):
+            held.clear()
+        self._least = self._tight = self._refill_ms = 0
+        self.changes += 1
+
+    def enter(
+        self,
+        turn: OfferedTurn,
+        worker: WorkerKey,
+        common: int,
+        prefix: int,
+        *,
+        since_ms: float,
+        used_ms: float,
+        running: int,
+        has_returned: bool,
+        is_displaced: bool,
+    ) -> None:
+        """Enter a session as others know it; ``settle`` follows. ``turn`` has the blocks of its last turn."""
+        room, own = self._rooms.get(worker), max(0, turn.blocks - common)
+        member = Member(
+            worker,
+            room,
+            turn.priority,
+            turn.parent,
+            False,
+            since_ms,
+            used_ms,
+            has_returned,
+            own,
+            common,
+            prefix,
+            running,
+        )
+        keeps_place = not is_displaced and (has_returned or self.return_share > 0.5)
+        member.is_resident = running > 0 or keeps_place
+        members = self._running if running else self._idle if keeps_place else self._away
+        members[turn.session] = member
+
+    def settle(self, now_ms: float) -> None:
+        """Count all sessions that were entered."""
+        for members in (self._running, self._idle, self._away):
+            for member in members.values():
+                if member.is_resident:
+                    self._found(member, member.common, member.prefix)
+                    self._count(member, 1)
+                else:
+                    member.blocks = 0
+        self._expire(now_ms)
+        self._bound()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -394,12 +455,12 @@ class WorkingSet:
     def _member(self, session: SessionKey) -> Member | None:
         return self._running.get(session) or self._idle.get(session) or self._away.get(session)
 
-    def _found(self, member: Member, path: Sequence[int], overlap: int) -> None:
+    def _found(self, member: Member, common: int, prefix: int) -> None:
         """Take what a worker holds of a session's first prompt there for what others have brought."""
         parent = self._member(member.parent) if member.parent else None
         is_counted = parent is not None and parent.is_resident and parent.worker == member.worker
-        member.common = overlap
-        member.prefix = path[overlap - 1] if overlap and not is_counted else 0
+        member.common = common
+        member.prefix = 0 if is_counted else prefix
 
     def _count(self, member: Member, sign: int) -> None:
         """Count a resident on its worker (1), or no longer (-1)."""

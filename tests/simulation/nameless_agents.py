@@ -53,7 +53,7 @@ class Sends(StrEnum):
     """What clients send as the answers of earlier turns."""
 
     GENERATED = "what was generated"
-    VISIBLE = "the second half, without the reasoning"
+    HALF = "half of it behind other words"
     REWRITTEN = "something else"
 
 
@@ -94,8 +94,8 @@ class NamelessArrivals:
     def finished(self, request_id: str, now_ms: float) -> None:
         asked, agent, answer = self._running.pop(request_id)
         half = len(answer) // TOKEN_BYTES // 2 * TOKEN_BYTES
-        sent = {Sends.GENERATED: answer, Sends.VISIBLE: answer[half:], Sends.REWRITTEN: answer[::-1]}
-        self._said[agent] += sent[self._sends]
+        kept = {Sends.GENERATED: 0, Sends.HALF: half, Sends.REWRITTEN: len(answer)}[self._sends]
+        self._said[agent] += _tokens(f"{request_id} is rewritten", kept // TOKEN_BYTES) + answer[kept:]
         path = path_of(asked.token_ids, self._agents.block_size)
         self._naming.ended(asked, path, self._agents.block_size, answer, "stop")
         self._agents.finished(request_id, now_ms)

@@ -128,6 +128,7 @@ from poolgrid.wire.sessions import (
     Turn,
     TurnAnswer,
     TurnEnding,
+    TurnPlace,
 )
 from poolgrid.wire.tasks import EmbeddingTask, TaskResult, VisualTask
 from poolgrid.wire.trace_context import TraceContext
@@ -138,7 +139,8 @@ GOLDEN_FILE = Path(__file__).with_name("golden_frames.txt")
 
 CODECS: dict[str, Codec[Any]] = {name: value for name, value in vars(codec).items() if isinstance(value, Codec)}
 
-TURN = SessionTurn("s-1", U64_MAX, "s-0", True, U64_MAX, 5, 6, 900, 300_000, 96, 0, "r-0")
+PLACE = TurnPlace(3, U64_MAX, -1, 250, ((7, "s-2"),))
+TURN = SessionTurn("s-1", U64_MAX, "s-0", True, U64_MAX, 5, 6, 900, 300_000, 96, 0, "r-0", PLACE)
 
 SMALL_CARD = WorkerCard("tiny", Role.AGGREGATED, 16, WorkerLimits(8, 2048, 512, 4096), "tcp://127.0.0.1:40001")
 FULL_CARD = WorkerCard(
@@ -380,11 +382,13 @@ GOLDEN: dict[tuple[str, str], Any] = {
                     "stop",
                     TurnEnding.TOOL,
                     (Gap(2, 900, 300), Gap(), Gap()),
-                    (Footprint("w1", 0, 7, U64_MAX),),
+                    (Footprint("w1", 0, 7, U64_MAX, 3, 9),),
                     (Tail("r-1", 5, 4, 100, 3, 120, 7, (8,)),),
+                    -1,
+                    True,
                 )
             ],
-            [Turn("r-1", U64_MAX, "s-1", "w1", 0, 5, 7, 96)],
+            [Turn("r-1", U64_MAX, "s-1", "w1", 0, 5, 7, 96, 3, 9)],
             (Gap(2, 900, 300), Gap(), Gap()),
             [KeptPrompt(U64_MAX, "s-1", 5, 96, 1_700_000_300_123)],
         ),

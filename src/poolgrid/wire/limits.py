@@ -169,6 +169,9 @@ POOL_MODELS_MAX = 1024
 SESSION_FOOTPRINTS_MAX = 8
 """Worker ranks on which a session's blocks are remembered, the latest."""
 
+SESSIONS_DISPLACED_MAX = 64
+"""Sessions that one turn may take the places of; further ones keep them on other routers until their leases end."""
+
 SESSION_TAILS_MAX = 4
 """Turns of a session from which forks are recognised, the latest."""
 

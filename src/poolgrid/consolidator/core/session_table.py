@@ -201,7 +201,7 @@ class _OnlyTurn(msgspec.Struct, eq=False, gc=False):
             tails = (tail if answer is None else _answered(tail, answer),)
         footprints: tuple[Footprint, ...] = ()
         if is_over and turn.blocks:
-            footprints = (Footprint(turn.worker_id, turn.dp_rank, turn.blocks, turn.tail),)
+            footprints = (_left_by(turn),)
         return SessionRecord(
             given.session,
             given.tenant,
@@ -217,6 +217,7 @@ class _OnlyTurn(msgspec.Struct, eq=False, gc=False):
             self.ending,
             footprints=footprints,
             tails=tails,
+            priority=0 if given.place is None else given.place.priority,
         )
 
 
@@ -369,6 +370,12 @@ class SessionTable:
         if dispatch_id in self._turns:
             self._withdraw(dispatch_id)
         turn = Turn(dispatch_id, given.tenant, given.session, record.worker_id, record.dp_rank, given.tail)
+        place = given.place
+        if place is not None:
+            turn.common, turn.prefix = place.common, place.prefix
+            for each in place.displaced:
+                if (lost := self._sessions.get(each)) is not None:
+                    lost.own().is_displaced = True
         entry = self._sessions.get(key)
         if entry is None:
             self._make_room(now_ms)
@@ -395,6 +402,11 @@ class SessionTable:
             # The answer before can be found by its echoes no more.
             earlier = [_copy(each, echoes=()) if each.echoes else each for each in session.tails]
             session.tails = (*earlier, tail)[-SESSION_TAILS_MAX:]
+        before = next(reversed(entry.running.values()), None) or next(iter(session.footprints), None)
+        if before is not None and (before.worker_id, before.dp_rank) == (turn.worker_id, turn.dp_rank):
+            turn.common, turn.prefix = before.common, before.prefix
+        if place is not None:
+            session.priority, session.is_displaced = place.priority, False
         if len(entry.running) >= RUNNING_MAX:
             self._withdraw(next(iter(entry.running)))
         self._run(entry, turn)
@@ -488,7 +500,7 @@ class SessionTable:
                     self._lift(key, (each.worker_id, each.dp_rank))
                 left = left[: SESSION_FOOTPRINTS_MAX - 1]
                 self._leave(key, worker)
-            session.footprints = (Footprint(*worker, turn.blocks, turn.tail), *left)
+            session.footprints = (_left_by(turn), *left)
         session.last_ms = now_ms
         session.running = running = max(0, session.running - 1)
         if request_of(turn.request_id) == session.request_id:
@@ -630,6 +642,10 @@ class SessionTable:
         for prompt in snapshot.kept:
             self.kept.add(prompt)
         self.gaps = snapshot.gaps
+
+
+def _left_by(turn: Turn) -> Footprint:
+    return Footprint(turn.worker_id, turn.dp_rank, turn.blocks, turn.tail, turn.common, turn.prefix)
 
 
 def _answered(tail: Tail, answer: TurnAnswer) -> Tail:
