@@ -47,6 +47,7 @@ from poolgrid.serving.legs import LegPlan
 from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path, seed_of
 from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.wire.sessions import TurnPlace
 from poolgrid.wire.tasks import stage_of
 
 log: Final = logging.getLogger(__name__)
@@ -265,6 +266,11 @@ class Chooser:
         if found.admitted and found.crowded:
             routed.crowded = dict.fromkeys(found.crowded, CROWDED)
         return found.admitted
+
+    def place_of(self, routed: LocalRequest, decision: Decision) -> TurnPlace:
+        """Return what a turn takes of the working set where it is sent, for the other routers of the pool."""
+        card = self._projection.fleet.workers[decision.worker].card
+        return self._state.sessions.place_of(decision, card, routed.path, routed.displaced)
 
     @property
     def place_changes(self) -> int:

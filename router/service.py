@@ -32,7 +32,6 @@ from poolgrid.router.core.fleet import Worker, chat_of, inabilities_of, media_of
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
-from poolgrid.router.core.session_places import held_by
 from poolgrid.router.feeds import JournalFeed
 from poolgrid.router.fleet_links import FIRST_CONTACT_MS, CompatibilityCheck, FleetLinks
 from poolgrid.router.journal_applier import JournalApplier
@@ -47,10 +46,8 @@ from poolgrid.serving.links import LINKS_MAX, OpenLink
 from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import CarriedDelivery, TokenDelivery
-from poolgrid.wire.identifiers import U32_MAX, Role, StreamState, WorkerKey
-from poolgrid.wire.limits import SESSIONS_DISPLACED_MAX
+from poolgrid.wire.identifiers import Role, StreamState, WorkerKey
 from poolgrid.wire.requests import TokenDelta
-from poolgrid.wire.sessions import TurnPlace
 from poolgrid.wire.tasks import TASK_ROLES
 from poolgrid.wire.trace_context import TraceContext
 
@@ -291,7 +288,7 @@ class RouterService:
             trace.close(queue_span(machine.request.request_id))
             tell_decision(trace.add("choose", began_ms), decision)
         if machine.request.turn is not None:
-            place = place_of(routed, decision) if has_prompt else None
+            place = self.chooser.place_of(routed, decision) if has_prompt else None
             self.chooser.naming.placed(machine.request, self.projection.fleet.workers[decision.worker].card, place)
         dispatch: Dispatch | None
         if machine.request.carrier is not None:
@@ -467,14 +464,6 @@ class RouterService:
 
     def counts(self) -> tuple[int, int]:
         return len(self.tracker.requests), len(self.queue)
-
-
-def place_of(routed: LocalRequest, decision: Decision) -> TurnPlace:
-    """Return what a turn takes of the working set where it was sent, for the other routers of the pool."""
-    waited_ms = min(U32_MAX, round(decision.queued_ms))
-    common, prefix = held_by(decision, routed.path)
-    displaced = routed.displaced[:SESSIONS_DISPLACED_MAX]
-    return TurnPlace(common, prefix, decision.request.priority, waited_ms, displaced)
 
 
 def _place(worker: Worker) -> ServerPlace:

@@ -19,11 +19,12 @@ from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.observers import IsOpen, Observer
 from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.projection import SnapshotLoad
-from poolgrid.router.core.working_set import Admission, OfferedTurn, SessionKey, WorkingSet
+from poolgrid.router.core.working_set import LEASE_MAX_MS, Admission, OfferedTurn, SessionKey, WorkingSet
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import TurnBegan
-from poolgrid.wire.identifiers import Role, Stage, WorkerId, WorkerKey
-from poolgrid.wire.sessions import Footprint, Turn
+from poolgrid.wire.identifiers import U32_MAX, Role, Stage, WorkerId, WorkerKey
+from poolgrid.wire.limits import SESSIONS_DISPLACED_MAX
+from poolgrid.wire.sessions import Footprint, Turn, TurnPlace
 
 NOTHING_KNOWN: Final = WorkingSet().checkpoint()
 
@@ -73,6 +74,19 @@ class SessionPlaces(Observer):
             known = self._refill_times[worker] = card, refill_ms(card)
         return known[1]
 
+    def place_of(
+        self, decision: Decision, card: WorkerCard, path: Sequence[int], displaced: Sequence[SessionKey] = ()
+    ) -> TurnPlace:
+        """Return what a turn takes where it is sent."""
+        worker, request, forecast = decision.worker, decision.request, decision.choice.forecast
+        held = min(decision.overlap_blocks, len(path))
+        prefix = self.working_set.shared_prefix(turn_of(request), worker, path[held - 1] if held else 0)
+        pace = 1.0 if forecast is None else forecast.pace
+        refill_ms = min(U32_MAX, round(self._refill_ms(worker, card) * pace))
+        waited_ms = min(U32_MAX, round(decision.queued_ms))
+        lost = tuple(displaced[:SESSIONS_DISPLACED_MAX])
+        return TurnPlace(held, prefix, request.priority, waited_ms, refill_ms, lost)
+
     # -- what happens ----------------------------------------------------------------------------------------------
 
     def on_chosen(
@@ -82,22 +96,22 @@ class SessionPlaces(Observer):
         if not request.session or request.stage not in WITH_PLACE:
             return
         self._now_ms = now_ms
-        offered, forecast, places = turn_of(request), decision.choice.forecast, self.working_set
+        offered, place = turn_of(request), self.place_of(decision, card, path)
         self._turns[worker, dispatch_id] = RunningTurn(offered.session)
-        pace = 1.0 if forecast is None else forecast.pace
-        places.know(worker, card.limits.total_kv_blocks, round(self._refill_ms(worker, card) * pace))
-        places.begin(offered, worker, *held_by(decision, path), now_ms, decision.queued_ms)
+        self.working_set.know(worker, card.limits.total_kv_blocks, place.refill_ms)
+        self.working_set.begin(offered, worker, place.common, place.prefix, now_ms, decision.queued_ms)
 
     def on_turn_began(self, worker: Worker, event: TurnBegan, now_ms: float) -> None:
         turn, key = event.turn, (worker.key, event.request_id)
         place = turn.place
-        if place is None or key in self._turns:
+        if place is None:
+            return
+        session, places, card = (turn.tenant, turn.session), self.working_set, worker.card
+        places.know(worker.key, card.limits.total_kv_blocks, place.refill_ms)
+        if key in self._turns:
             return
         self._now_ms = now_ms
-        session, places, card = (turn.tenant, turn.session), self.working_set, worker.card
         self._turns[key] = RunningTurn(session, is_started=True)
-        if worker.key not in places.workers():
-            places.know(worker.key, card.limits.total_kv_blocks, round(self._refill_ms(worker.key, card)))
         places.displace(place.displaced)
         parent = (turn.tenant, turn.parent) if turn.parent else None
         offered = OfferedTurn(session, -(-event.isl // card.block_size), place.priority, parent)
@@ -138,10 +152,10 @@ class SessionPlaces(Observer):
         self._refill_times.pop(worker, None)
         self._turns = {key: turn for key, turn in self._turns.items() if key[0] != worker}
 
-    def adopt(self, load: SnapshotLoad, now_ms: float) -> None:
+    def adopt(self, load: SnapshotLoad, now_ms: float, time_ms: int) -> None:
         """Replace turns and places by those of a snapshot; what was learned of pauses stays.
 
-        Times before it are counted from the latest that it has.
+        Its times are the consolidator's, and count from ``time_ms`` on, or from the latest where that is later.
         """
         self._now_ms = now_ms
         self._turns.clear()
@@ -155,6 +169,7 @@ class SessionPlaces(Observer):
                 cards[worker.worker_id, worker.dp_rank] = card
         snapshot = load.sessions
         as_of_ms = max((each.last_ms for each in snapshot.sessions), default=0)
+        as_of_ms = max(as_of_ms, time_ms)
         running: dict[SessionKey, list[Turn]] = {}
         for turn in snapshot.turns:
             if (turn.worker_id, turn.dp_rank) in cards:
@@ -180,6 +195,7 @@ class SessionPlaces(Observer):
                 used_ms=now_ms - (as_of_ms - (known.last_ms if turns else known.ended_ms or known.last_ms)),
                 running=len(turns),
                 has_returned=known.turns > 1,
+                is_slow=known.pause_ms > LEASE_MAX_MS,
                 is_displaced=known.is_displaced,
             )
         places.settle(now_ms)
@@ -202,12 +218,6 @@ class SessionPlaces(Observer):
             for worker_id, rank, request_id, tenant, name, is_started, blocks in state["turns"]
         }
         self.working_set.restore(state)
-
-
-def held_by(decision: Decision, path: Sequence[int]) -> tuple[int, int]:
-    """Return how many leading blocks of a prompt its worker holds, and the hash of the last of them."""
-    held = min(decision.overlap_blocks, len(path))
-    return held, path[held - 1] if held else 0
 
 
 def turn_of(request: RoutingRequest) -> OfferedTurn:

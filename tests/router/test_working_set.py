@@ -48,7 +48,8 @@ def restarted() -> WorkingSet:
 
 def run(places: WorkingSet, given: OfferedTurn, now_ms: float = 0.0, worker: WorkerKey = A, overlap: int = 0) -> None:
     """Have a turn run, and be over at once."""
-    places.begin(given, worker, overlap, max(0, overlap - 1), now_ms)
+    prefix = places.shared_prefix(given, worker, max(0, overlap - 1))
+    places.begin(given, worker, overlap, prefix, now_ms)
     places.end(given.session, None, now_ms)
 
 
@@ -255,7 +256,7 @@ def test_a_subagent_goes_on_while_its_parent_has_its_place() -> None:
 
     assert offer(places, turn("child", 900, parent="parent"), held=850).admitted
     assert not offer(places, turn("stranger", 900), held=0).admitted
-    places.begin(turn("child", 900, parent="parent"), A, 850, 849, 5000.0)
+    places.begin(turn("child", 900, parent="parent"), A, 850, 0, 5000.0)
     places.end((1, "child"), 920, 9000.0)
     assert offer(places, turn("parent", 940), 9000.0 + LEASE_START_MS / 2).admitted
     assert has_place(places, "parent"), "its lease began again when its subagent answered"

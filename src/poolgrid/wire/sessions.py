@@ -55,6 +55,8 @@ class TurnPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
     priority: I32 = 0
     waited_ms: U32 = 0
     """How long it waited at the router."""
+    refill_ms: U32 = 0
+    """What the worker takes to compute a cache full, as its router has learned it."""
     displaced: Annotated[tuple[tuple[U64, Identifier], ...], Meta(max_length=SESSIONS_DISPLACED_MAX)] = ()
     """Tenants and names of sessions that lost their places to it."""
 
@@ -192,6 +194,8 @@ class SessionRecord(msgspec.Struct, array_like=True, gc=False):
     """Of the latest turn."""
     is_displaced: bool = False
     """Whether it has lost its place in the working set since then."""
+    pause_ms: U64 = 0
+    """Before the latest turn, without its wait at the router."""
 
 
 class Turn(msgspec.Struct, array_like=True, gc=False):

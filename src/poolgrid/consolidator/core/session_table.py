@@ -391,6 +391,9 @@ class SessionTable:
             for before in [each for each in entry.running if request_of(each) == request_id]:
                 self._withdraw(before)
         else:
+            if not session.running:
+                waited_ms = 0 if place is None else place.waited_ms
+                session.pause_ms = max(0, now_ms - waited_ms - session.last_ms)
             if session.ending and not session.running:
                 kind = TurnEnding.TOOL if given.after_tool else TurnEnding(session.ending)
                 self._learn_gap(session, kind, now_ms)
