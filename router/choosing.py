@@ -40,6 +40,7 @@ from poolgrid.kernel.routing.router_state import RouterState
 from poolgrid.kernel.routing.selector import PROMPT_STAGES, NoWorker, Planner, PolicyFailed
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES
 from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.kernel.wire.sessions import TurnPlace
 from poolgrid.kernel.wire.tasks import stage_of
 from poolgrid.server.process.clock import Clock
 from poolgrid.server.router.fleet_links import FleetLinks
@@ -261,9 +262,15 @@ class Chooser:
         found = self._state.offer(
             TurnOffered(wanted.request, wanted.path, now_ms, wanted.time_ms, wanted.roles, waited_ms, is_behind)
         )
+        routed.displaced += found.displaced
         if found.admitted and found.crowded:
             routed.crowded = dict.fromkeys(found.crowded, CROWDED)
         return found.admitted
+
+    def place_of(self, routed: LocalRequest, decision: Decision) -> TurnPlace:
+        """Return what a turn takes of the working set where it is sent, for the other routers of the pool."""
+        card = self._projection.fleet.workers[decision.worker].card
+        return self._state.sessions.place_of(decision, card, routed.path, routed.displaced)
 
     @property
     def place_changes(self) -> int:

@@ -93,7 +93,9 @@ class SessionLine:
     def place(self, request: SimulatedRequest, worker: WorkerKey, overlap_blocks: int, now: float) -> None:
         turn = self._turn(request)
         if turn is not None:
-            self.working_set.begin(turn, worker, request.path, overlap_blocks, now, now - request.arrival_ms)
+            places = self.working_set
+            prefix = places.shared_prefix(turn, worker, request.path[overlap_blocks - 1] if overlap_blocks else 0)
+            places.begin(turn, worker, overlap_blocks, prefix, now, now - request.arrival_ms)
 
     def finish(self, request: SimulatedRequest, now: float) -> None:
         turn = self._turn(request)
