@@ -26,6 +26,7 @@ import msgspec
 from poolgrid.kernel.pool_grids.circuit_breaker import BreakerStep, CircuitBreaker
 from poolgrid.kernel.pool_grids.grid import PoolStanding
 from poolgrid.kernel.pool_grids.grid_document import CircuitBreakerSettings, GridDocument
+from poolgrid.kernel.requests.log_fields import about
 from poolgrid.kernel.wire.addresses import ROUTER, SCHEME, bracketed, is_name, zmq_endpoint_problem
 from poolgrid.kernel.wire.identifiers import Role, Stage
 from poolgrid.kernel.wire.selection import (
@@ -41,7 +42,6 @@ from poolgrid.kernel.wire.selection import (
     SelectRefused,
 )
 from poolgrid.server.global_router.router_link import Discover, PoolLost, PoolNetwork, RouterLink
-from poolgrid.server.process.log_lines import about
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from poolgrid.kernel.requests.log_fields import about
 from poolgrid.kernel.wire import codec
 from poolgrid.kernel.wire.errors import DecodeError
 from poolgrid.kernel.wire.limits import RENEWALS_MAX
@@ -37,7 +38,7 @@ from poolgrid.kernel.wire.selection import (
     ToPool,
 )
 from poolgrid.server.process.clock import Clock, within
-from poolgrid.server.process.log_lines import Complaints, about
+from poolgrid.server.process.log_lines import Complaints
 from poolgrid.server.process.tasks import Restart, supervised
 from poolgrid.server.transport.zmq_socket import CallbackSocket, connect, make_socket
 

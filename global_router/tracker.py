@@ -22,6 +22,7 @@ from poolgrid.kernel.pool_grids.closed_loop import LoopStep
 from poolgrid.kernel.pool_grids.destination import Attribution, Destination, Served
 from poolgrid.kernel.pool_grids.request_hints import ExpectedOutput, RequestHints
 from poolgrid.kernel.requests.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull, WorkerReported
+from poolgrid.kernel.requests.log_fields import about
 from poolgrid.kernel.wire.identifiers import Stage
 from poolgrid.kernel.wire.requests import FinishReason
 from poolgrid.kernel.wire.selection import ALL_RANKS, Reservation, WorkerRank
@@ -31,7 +32,6 @@ from poolgrid.server.global_router.decisions import RequestDecision
 from poolgrid.server.global_router.metrics import GlobalRouterMetrics
 from poolgrid.server.global_router.pools import PoolConnection, RoomAsked
 from poolgrid.server.process.clock import Clock
-from poolgrid.server.process.log_lines import about
 from poolgrid.server.serving.admission_queue import FullWorkers
 from poolgrid.server.serving.links import LinksOnDemand
 from poolgrid.server.serving.request_tracker import Placer, RequestTracker, RoutedRequest

@@ -33,7 +33,7 @@ case $ENGINE in
         ;;
     fake)
         # The real chain (front end, consolidator, events, modes) over the contract fake of TensorRT-LLM.
-        : "${MODEL_PATH:=$repository/src/poolgrid/frontend/models/tiny}"
+        : "${MODEL_PATH:=$repository/src/poolgrid/server/frontend/models/tiny}"
         : "${GPUS:=0,1,2,3,4,5,6,7}"         # pretended
         export PYTHONPATH="$repository/tests/fakes${PYTHONPATH:+:$PYTHONPATH}"
         ;;

@@ -26,11 +26,11 @@ import zmq
 
 from poolgrid.kernel.projection.fleet import Worker
 from poolgrid.kernel.requests.legs import LegEvent
+from poolgrid.kernel.requests.log_fields import about
 from poolgrid.kernel.wire.card import WorkerCard
 from poolgrid.kernel.wire.feed import own_stream
 from poolgrid.kernel.wire.identifiers import StreamState, WorkerId, WorkerKey
 from poolgrid.server.process.clock import Clock, within
-from poolgrid.server.process.log_lines import about
 from poolgrid.server.serving.links import LINKS_MAX, LinkTable, OpenLink, WorkerLink
 
 log = logging.getLogger(__name__)

@@ -408,7 +408,7 @@ def test_engines_are_known_in_their_directories_only() -> None:
 
 def test_nothing_imports_tensorrt_llms_folder() -> None:
     """It may be deleted: its engine and its command are found by name."""
-    words = re.compile(r"(?:from|import) poolgrid\.workers\.engines\.trtllm\b")
+    words = re.compile(r"(?:from|import) poolgrid\.plugins\.trtllm\b")
     found = [
         module
         for module, path in _modules()

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from poolgrid.kernel.requests.log_fields import about
 from poolgrid.kernel.wire import codec
 from poolgrid.kernel.wire.errors import DecodeError
 from poolgrid.kernel.wire.identifiers import Stage
@@ -36,7 +37,7 @@ from poolgrid.kernel.worker_protocol.kv_fetches import Ask, Effect, Failed, KvFe
 from poolgrid.kernel.worker_protocol.refusal import BusyError, RefusedError
 from poolgrid.kernel.worker_protocol.tensor_transfer import Tensor, TensorUnavailable
 from poolgrid.server.process.clock import Clock
-from poolgrid.server.process.log_lines import Complaints, about
+from poolgrid.server.process.log_lines import Complaints
 from poolgrid.server.process.tasks import cancel_all, detached
 from poolgrid.server.workers.adapters.sockets import PREFILL_WORKER, DealerSocket
 from poolgrid.server.workers.endings import refused_delta

@@ -108,7 +108,7 @@ def test_commands_of_the_core_are_where_their_names_say_and_nothing_imports_them
     made = {path.stem for path in (ROOT / "src" / "poolgrid" / "cli" / "commands").glob("*.py")} - {"__init__"}
     assert made == {module.rpartition(".")[2] for module in modules.values()}
     importing = re.compile(
-        r"^\s*(?:from|import) (?:poolgrid\.cli\.commands|poolgrid\.cli import commands)", re.MULTILINE
+        r"^\s*(?:from|import) (?:poolgrid\.server\.cli\.commands|poolgrid\.server\.cli import commands)", re.MULTILINE
     )
     reads = re.compile(r"^\s*(?:from|import) click\b", re.MULTILINE)
     for package in PACKAGES:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.discovery import registry as module
 from poolgrid.kernel.wire.addresses import EndpointName, parse_name
 from poolgrid.kernel.wire.registration import (
     ENTRY_BYTES_MAX,
@@ -17,6 +16,7 @@ from poolgrid.kernel.wire.registration import (
     decode_registration,
     encode_registration,
 )
+from poolgrid.server.discovery import registry as module
 from poolgrid.server.discovery.registry import Registry, Seen
 from tests.discovery.registrations import registration, seen
 

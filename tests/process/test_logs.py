@@ -14,16 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poolgrid.kernel.requests.log_fields import Field, about
 from poolgrid.server.process.log_lines import (
     FIELD_CHARS_MAX,
     PEERS_MAX,
     PERIOD_MS,
     TRACEBACK_MARK,
     Complaints,
-    Field,
     JsonFormatter,
     LineFormatter,
-    about,
     one_line,
     shown_peer,
 )

@@ -67,7 +67,7 @@ def test_an_exception_in_any_callback_of_ours_ends_the_process(way: int, caplog:
             await stop.wait()
         counted.append(registry.get_sample_value("poolgrid_event_loop_faults_total") or 0.0)
 
-    with pytest.raises(TaskFailed, match=r"poolgrid\.router\.feeds.*injected"):
+    with pytest.raises(TaskFailed, match=r"poolgrid\.server\.router\.feeds.*injected"):
         lifecycle.run(main)
 
     assert counted == [1.0]

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
+from poolgrid.kernel.requests.log_fields import Field, about
 from poolgrid.kernel.requests.trace_record import TraceRecord
 from poolgrid.kernel.wire.card import NO_CHAT_SPEC, ChatSpec, Inability, MediaSpec
 from poolgrid.kernel.wire.identifiers import Stage, WorkerKey
@@ -21,7 +22,6 @@ from poolgrid.kernel.wire.requests import KvRetention, Sampling, TokenLogprobs
 from poolgrid.kernel.wire.sessions import SessionTurn
 from poolgrid.kernel.wire.tasks import Task, TaskResult
 from poolgrid.kernel.wire.trace_context import TraceContext
-from poolgrid.server.process.log_lines import Field, about
 
 
 class SessionHint(NamedTuple):

@@ -13,8 +13,8 @@ import msgspec
 
 from poolgrid.kernel.wire.addresses import without_credentials
 from poolgrid.kernel.wire.answers import DoctorAnswer, ModelFinding, PoolList, VerdictRow
-from poolgrid.plugins.doctor.doctor_view import view
 from poolgrid.server.cli.command_line import as_json, command, print_json, router_url
+from poolgrid.server.cli.doctor_view import view
 from poolgrid.server.cli.router_client import KEY_NOTE, api_key_headers, found_url, refusal
 from poolgrid.server.process.terminal_table import terminal
 

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from poolgrid.kernel.requests.log_fields import about
 from poolgrid.kernel.wire.events import AnyEvent, BlocksStored, LoadReported, RequestFinished
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES
 from poolgrid.kernel.wire.identifiers import Stage
@@ -32,7 +33,6 @@ from poolgrid.plugins.simulated.core.kv_transfer import KvSource, TransferModel,
 from poolgrid.plugins.simulated.core.media import Embeddings
 from poolgrid.plugins.simulated.core.next_token import TokenGuide, Vocabulary
 from poolgrid.server.process.clock import Clock
-from poolgrid.server.process.log_lines import about
 from poolgrid.server.process.tasks import detached
 from poolgrid.server.workers.timing import TimingModel
 

@@ -21,9 +21,9 @@ import click
 import msgspec
 from click.shell_completion import CompletionItem
 
+from poolgrid.kernel.requests.log_fields import Field
 from poolgrid.server.cli.dynamo_options import in_our_words
 from poolgrid.server.process import logs
-from poolgrid.server.process.log_lines import Field
 from poolgrid.server.process.plugins import installed_plugins
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 112}

@@ -20,9 +20,9 @@ from collections.abc import Awaitable, Callable
 import click
 from prometheus_client import disable_created_metrics
 
+from poolgrid.kernel.requests.log_fields import Field
 from poolgrid.server.cli.command_line import LogChoice
 from poolgrid.server.process import allocation, garbage, lifecycle
-from poolgrid.server.process.log_lines import Field
 from poolgrid.server.process.service_manager import ServiceManager, service_manager
 from poolgrid.server.process.tasks import detached
 

@@ -32,6 +32,7 @@ from poolgrid.kernel.requests.inference import (
     Refused,
     StreamDelta,
 )
+from poolgrid.kernel.requests.log_fields import about
 from poolgrid.kernel.requests.trace_record import TraceRecord
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES
 from poolgrid.kernel.wire.trace_context import caller_context
@@ -68,7 +69,6 @@ from poolgrid.server.frontend.traffic import EndedRequest, TokenTotals, Traffic,
 from poolgrid.server.http.client_address import client_address
 from poolgrid.server.http.guard import SERVER_ENDS, guard_of
 from poolgrid.server.process.clock import Clock
-from poolgrid.server.process.log_lines import about
 from poolgrid.server.process.tasks import detached
 from poolgrid.server.process.tracing.tracing import Tracing
 

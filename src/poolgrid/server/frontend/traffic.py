@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Final, NamedTuple, Protocol
 
+from poolgrid.kernel.requests.log_fields import Field, about
 from poolgrid.kernel.requests.trace_record import TraceRecord
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES
 from poolgrid.server.frontend.sequence_output import RequestOutput
 from poolgrid.server.process.clock import Clock
 from poolgrid.server.process.figures import counted, number, percent
-from poolgrid.server.process.log_lines import Field, about
 from poolgrid.server.process.logs import EVERY_LINE
 from poolgrid.server.process.tasks import Restart, cancel_all, supervised
 

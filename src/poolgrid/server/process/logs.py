@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, NamedTuple, TextIO
 
+from poolgrid.kernel.requests.log_fields import Field
 from poolgrid.server.process.log_lines import (
     LINE_CHARS_MAX,
-    Field,
     JsonFormatter,
     LineFormatter,
     add_fields_of_task,

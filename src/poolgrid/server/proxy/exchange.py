@@ -33,6 +33,7 @@ from msgspec import Raw, Struct
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.kernel.requests.inference import InferenceRequest, Refused, StreamDelta, TokenStream
+from poolgrid.kernel.requests.log_fields import about
 from poolgrid.kernel.requests.trace_record import TraceRecord
 from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerKey
 from poolgrid.kernel.wire.requests import FinishReason, RefusalKind
@@ -61,7 +62,6 @@ from poolgrid.server.frontend.request_body import ClientLeft, RequestIds
 from poolgrid.server.frontend.traffic import EndedRequest, TokenTotals
 from poolgrid.server.http.guard import Guard
 from poolgrid.server.process.clock import Clock
-from poolgrid.server.process.log_lines import about
 from poolgrid.server.process.tasks import detached
 from poolgrid.server.proxy.changes import Changes
 from poolgrid.server.proxy.chunks import chunk, payloads

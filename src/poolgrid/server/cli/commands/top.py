@@ -43,8 +43,8 @@ from poolgrid.kernel.wire.answers import (
     WorkerList,
     WorkerRow,
 )
-from poolgrid.plugins.doctor.doctor_view import uncached_line
 from poolgrid.server.cli.command_line import command, router_url
+from poolgrid.server.cli.doctor_view import uncached_line
 from poolgrid.server.cli.router_client import KEY_NOTE, api_key_headers, found_url, key_hint, other_url_of
 from poolgrid.server.diagnosis.rules import Cause
 from poolgrid.server.process import lifecycle
