@@ -8,10 +8,10 @@ from typing import Final
 import msgspec
 
 from poolgrid.kernel.consolidation.session_table import IDLE_MAX_MS
+from poolgrid.kernel.projection.echoes import echoes_of
 from poolgrid.kernel.projection.lineage import Known, anchor_of, digest_of
 from poolgrid.kernel.projection.projection import Projection
 from poolgrid.kernel.requests.inference import InferenceRequest
-from poolgrid.kernel.routing.echoes import echoes_of
 from poolgrid.kernel.wire.card import WorkerCard
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES, stable_u64
 from poolgrid.kernel.wire.requests import FinishReason

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poolgrid.kernel.projection.echoes import echoes_of
 from poolgrid.kernel.projection.lineage import Found, Lineage, anchor_of, digest_of
-from poolgrid.kernel.routing.echoes import echoes_of
 from poolgrid.kernel.wire.hashing import pack_tokens, path_of
 from poolgrid.kernel.wire.sessions import SessionTurn
 

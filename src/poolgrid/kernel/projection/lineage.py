@@ -12,7 +12,7 @@ Rules
     3. A prompt that equals an earlier one is a retry, and continues its session, if the turns before it are of that
        session alone, or if the earlier one was given up. The first prompts of two users may be equal: then the second
        is a fork.
-    4. A prompt that repeats words of a session's latest answer (``core.echoes``) continues that session if it is
+    4. A prompt that repeats words of a session's latest answer (``projection.echoes``) continues that session if it is
        shorter than the prompt of that answer: the context was compacted.
     5. Tokens are compared by XXH3-64 behind the last whole block, blocks by their sequence hashes; so two prompts are
        taken for equal only where they are. Tenants are apart.
@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from poolgrid.kernel.routing.echoes import heard_in
+from poolgrid.kernel.projection.echoes import heard_in
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES, stable_u64
 from poolgrid.kernel.wire.identifiers import name_of, request_of
 from poolgrid.kernel.wire.sessions import SessionsSnapshot, SessionTurn

@@ -22,7 +22,7 @@ from poolgrid.kernel.wire.limits import (
 )
 
 Echoes = Annotated[tuple[U64, ...], Meta(max_length=SESSION_ECHOES_MAX)]
-"""Hashes of places in an answer (``poolgrid.kernel.routing.echoes``)."""
+"""Hashes of places in an answer (``poolgrid.kernel.projection.echoes``)."""
 
 TENANTS_KEPT = 4096
 """Tenants whose keys are kept ready."""
