@@ -27,6 +27,40 @@ def product() -> dict[str, str]:
     return {str(path.relative_to(ROOT)): path.read_text() for path in sorted(paths)}
 
 
+FEATURES = {"sessions": "session", "tenants": "tenant", "media": "media"}
+"""Features that are spread over the product: a plug-in would be named by its own files."""
+
+TWIN = re.compile(r"(?P<slow>\w+?)(?:_of_few|_few|_of_one|_one|_only)")
+"""The name of a fast way beside a slow one, which must give the same to the bit."""
+
+
+def callables_of_constructors() -> int:
+    """Return how many arguments of ``__init__`` are functions: objects that call each other back."""
+    trees = [ast.parse(source) for source in product().values()]
+    made = [node for tree in trees for node in ast.walk(tree) if getattr(node, "name", "") == "__init__"]
+    arguments = [each for node in made if isinstance(node, ast.FunctionDef) for each in ast.walk(node.args)]
+    given = [each.annotation for each in arguments if isinstance(each, ast.arg) and each.annotation is not None]
+    return sum("Callable" in ast.unparse(annotation) for annotation in given)
+
+
+def files_that_name(word: str) -> int:
+    """Return how many files of the product have a word in them."""
+    return sum(word in source.lower() for source in product().values())
+
+
+def twins() -> set[str]:
+    """Return each function of kernel and server that does for few what another one of its module does for many."""
+    found = set()
+    for path, source in product().items():
+        if "/plugins/" in path:
+            continue
+        functions = ast.FunctionDef, ast.AsyncFunctionDef
+        names = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, functions)}
+        pairs = ((name, TWIN.fullmatch(name)) for name in names)
+        found |= {f"{path}:{name}" for name, match in pairs if match is not None and match["slow"] in names}
+    return found
+
+
 @cache
 def figures() -> dict[str, int]:
     """Return what has a budget, by its name there."""
@@ -35,6 +69,8 @@ def figures() -> dict[str, int]:
         "settings": len({name for section in SECTIONS for model in section.models for name in model.model_fields}),
         "metrics": len({each.family.name for each in exported()}),
         "class_names_used_twice": sum(1 for name, count in names.items() if count > 1 and not name.startswith("_")),
+        "callables_of_constructors": callables_of_constructors(),
+        **{f"files_that_name_{feature}": files_that_name(word) for feature, word in FEATURES.items()},
     }
 
 
@@ -93,4 +129,5 @@ if __name__ == "__main__":
     for name, figure in complexity(25).items():
         sys.stdout.write(f'"{name}" = {figure}\n')
     sys.stdout.write(f"foreign bases: {sorted(base_classes_of_other_packages())}\n")
+    sys.stdout.write(f"twins: {sorted(twins())}\n")
     sys.stdout.write(f"upper pins: {sorted(upper_pins())}\n")

@@ -16,6 +16,7 @@ from tests.shape import (
     figures,
     product,
     top_level,
+    twins,
     upper_pins,
 )
 
@@ -45,6 +46,12 @@ def test_no_function_is_more_complex_than_allowed() -> None:
 def test_no_class_derives_from_a_private_class_of_another_package() -> None:
     found = base_classes_of_other_packages()
     assert found <= set(BUDGET["foreign_bases"]["listed"]), found - set(BUDGET["foreign_bases"]["listed"])
+
+
+def test_the_list_of_fast_ways_beside_slow_ones_only_shrinks() -> None:
+    listed = set(BUDGET["twins"]["listed"])
+
+    assert twins() == listed, "one way for each thing: remove the other, and its line in tests/shape.toml"
 
 
 def test_only_listed_dependencies_have_an_upper_pin() -> None:
