@@ -19,6 +19,7 @@ import httpx
 from poolgrid.kernel.pool_grids.grid_document import GridDocument, GridDocumentError, TargetDefaults
 from poolgrid.kernel.wire.addresses import GLOBAL_ROUTER, ROUTER, is_name, parse_name
 from poolgrid.kernel.wire.secret_texts import without_received_bytes
+from poolgrid.server.frontend.model_loading import ModelLoading
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.global_router.configuration import Configuration
 from poolgrid.server.global_router.document.history import Reload
@@ -105,6 +106,7 @@ FLEET_PAGE = "poolgrid.plugins.fleet_page.global_source"
 async def serve(
     settings: GlobalRouterSettings,
     frontend: FrontendSettings,
+    model: ModelLoading,
     stop: asyncio.Event,
     ready: Callable[..., None],
     place: GroupPlace | None = None,
@@ -119,7 +121,7 @@ async def serve(
     """
     async with AsyncExitStack() as opened:
         loaded = _read_document(settings)
-        process = RouterProcess(opened, settings, frontend, place)
+        process = RouterProcess(opened, settings, frontend, model, place)
         metrics = GlobalRouterMetrics(process.registry)
         process.warn_of_exposures("")
         context = process.open_context(process.context_maker())

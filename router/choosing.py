@@ -34,7 +34,6 @@ from poolgrid.kernel.decision.stage_plan import (
 )
 from poolgrid.kernel.requests.inference import InferenceRequest
 from poolgrid.kernel.requests.legs import LegPlan
-from poolgrid.kernel.routing.engine_backlog import ENOUGH_TO_COMPUTE, waits_too_long, with_enough
 from poolgrid.kernel.routing.inputs import TurnOffered, WorkerWanted
 from poolgrid.kernel.routing.router_state import RouterState
 from poolgrid.kernel.routing.selector import PROMPT_STAGES, NoWorker, Planner, PolicyFailed
@@ -42,6 +41,7 @@ from poolgrid.kernel.wire.hashing import TOKEN_BYTES
 from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerKey
 from poolgrid.kernel.wire.tasks import stage_of
 from poolgrid.server.process.clock import Clock
+from poolgrid.server.router.engine_backlog import ENOUGH_TO_COMPUTE, waits_too_long, with_enough
 from poolgrid.server.router.fleet_links import FleetLinks
 from poolgrid.server.router.placement import LocalRequest, Placement, PlacementFailure
 from poolgrid.server.router.session_naming import SessionNaming
@@ -472,13 +472,14 @@ def ttft_target_ms(hints: Mapping[str, Any]) -> float:
     A global router reads more of them, and refuses what it cannot read (``poolgrid.kernel.pool_grids.choice``). Here
     a target only helps to choose between workers, so one that is no number of milliseconds above 0 asks for nothing.
     """
+    # They are of JSON, so dictionaries: a look at ``Mapping`` would take longer than all the rest.
     nvext = hints.get("nvext")
-    router = nvext.get("router") if isinstance(nvext, Mapping) else None
-    value = router.get("ttft_target") if isinstance(router, Mapping) else None
+    router = nvext.get("router") if isinstance(nvext, dict) else None
+    value = router.get("ttft_target") if isinstance(router, dict) else None
     if value is None:
         headers = hints.get("headers")
-        value = headers.get(TTFT_HEADER) if isinstance(headers, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        value = headers.get(TTFT_HEADER) if isinstance(headers, dict) else None
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float | str):
         return 0.0
     if isinstance(value, str) and len(value) > VALUE_CHARS_MAX:
         return 0.0

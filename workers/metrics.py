@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
 from poolgrid.kernel.wire.events import AnyEvent, BlocksRemoved, BlocksStored, LoadReported
 from poolgrid.kernel.worker_protocol.engine import EngineReport
 from poolgrid.kernel.worker_protocol.push_stream import HASH_BYTES, PushStream
+from poolgrid.server.process.instruments import Counter, Gauge, Histogram
 
 STEP_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 TRANSFER_BYTES_BUCKETS = tuple(2.0**exponent for exponent in range(16, 36, 2))

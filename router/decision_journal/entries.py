@@ -399,10 +399,9 @@ def pack_columns(
     if costs is not None:
         columns.append(costs)
     columns.extend(terms.values())
-    parts = [np.asarray(numbers, "<u4").tobytes()]
-    parts += [np.asarray(column, "<f8").tobytes() for column in columns]
+    data = np.array(numbers, "<u4").tobytes() + np.array(columns, "<f8").tobytes()
     compressor = zlib.compressobj(COMPRESSION_LEVEL, zlib.DEFLATED, WINDOW_BITS, MEMORY_LEVEL)
-    return compressor.compress(b"".join(parts)) + compressor.flush()
+    return compressor.compress(data) + compressor.flush()
 
 
 def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from poolgrid.server.frontend.model_loading import ModelLoading
 from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.global_router import bootstrap
@@ -38,6 +39,7 @@ def starting(
         await bootstrap.serve(
             GlobalRouterSettings(**{"config": path, "port": 0, "shutdown_timeout_ms": 100, **settings}),
             FrontendSettings(),
+            ModelLoading(FrontendSettings()),
             stop,
             on_ready,
             place,

@@ -22,14 +22,10 @@ class SlowClient:
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]], is_chunked: bool) -> None:
         """Take the head."""
 
-    def on_data(self, data: bytes) -> None:
+    def on_data(self, data: bytes, chunks: bytes = b"") -> None:
         """Take some of the body."""
         self.body += data
         self.connection.pause()
-
-    def on_chunks(self, data: bytes) -> None:
-        """Take chunks."""
-        self.on_data(data)
 
     def on_end(self) -> None:
         """Take the end."""

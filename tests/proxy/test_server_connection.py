@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from poolgrid.server.proxy.chunks import payloads
 from poolgrid.server.proxy.collector import look_up
 from poolgrid.server.proxy.forward_server import ForwardServer
 from poolgrid.server.proxy.server_connection import (
@@ -82,10 +81,7 @@ class Taken:
         assert not self.status, "one head"
         self.status = status
 
-    def on_chunks(self, data: bytes) -> None:
-        self.on_data(payloads(data))
-
-    def on_data(self, data: bytes) -> None:
+    def on_data(self, data: bytes, chunks: bytes = b"") -> None:
         assert self.status, "the head is first"
         assert not self.ends
         self.body += data

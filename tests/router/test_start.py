@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from poolgrid.server.consolidator.settings import ConsolidatorSettings
+from poolgrid.server.frontend.model_loading import ModelLoading
 from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.process.lifecycle import GroupPlace
@@ -41,6 +42,7 @@ def starting(
             RouterSettings(**{"port": 0, "select_port": 0, "shutdown_timeout_ms": 100, **routers}),
             FrontendSettings(),
             ConsolidatorSettings(data_dir=directory, **{"ingest_port": 0, **rest}),
+            ModelLoading(FrontendSettings()),
             stop,
             on_ready,
             place,
@@ -101,8 +103,9 @@ def test_one_loads_its_vocabulary_before_it_judges_anybody_by_time(monkeypatch: 
 
     def noted(step: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def take(*given: Any, **named: Any) -> Any:
+            result = real(*given, **named)
             done.append(step)
-            return real(*given, **named)
+            return result
 
         return take
 
@@ -123,6 +126,7 @@ def test_one_that_is_stopped_before_it_knows_its_pool_leaves_nothing() -> None:
             RouterSettings(port=0, select_port=0, shutdown_timeout_ms=100, **nobody),
             FrontendSettings(),
             ConsolidatorSettings(),
+            ModelLoading(FrontendSettings()),
             stop,
             breaks,
         )

@@ -90,7 +90,7 @@ class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
     costs: Column | None = None
     """What was minimised, per row; ``None`` for policies without a cost."""
     given_terms: Mapping[str, Column] | Callable[[], Mapping[str, Column]] = _NO_TERMS
-    """The parts of the cost, per row, or a function that computes them on demand, which takes less memory."""
+    """The parts of the cost, per row, or a function that unpacks them, which take less memory so."""
     forecast: Forecast | None = None
     """What was expected of the chosen row, for observers that learn; ``None`` if nothing was."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil, floor
+from struct import pack
 from typing import Final
 
 import msgspec
@@ -54,7 +55,7 @@ FEW_REQUESTS: Final = 1.0 / ARRIVALS_MEMORY_MS
 """What is no share yet: a single request of late."""
 
 UNCACHED_TOKENS: Final = "uncached_tokens"
-TERMS: Final = (
+TERMS: Final[tuple[str, ...]] = (
     UNCACHED_TOKENS, EXPECTED_MS, OWN_MS, "joined_ms", "crowding_ms", PACE, "decoding_ms", "again_ms", "next_ms",
 )  # fmt: skip
 
@@ -288,13 +289,30 @@ def prompt_cost(
 
 
 def _choice_of_few(request: RoutingRequest, candidates: Candidates, engines: FewEngines) -> Choice:
-    terms = TermsOfFew(request, candidates, engines)
     if request.stage is Stage.DECODE:
         steps = _steps_of_few(request, candidates, engines)
         row, reason = lowest(steps, request)
+        paces = _paces_of_few(candidates, engines)
+        terms = TermsOfFew(("step_ms", PACE), pack(f"{2 * len(steps)}d", *steps, *paces))
         return Choice(row, reason, tuple(steps), terms)
-    prompts, *_, costs = _costs_of_few(request, candidates, engines)
+    prompts, crowding, again, following, costs = _costs_of_few(request, candidates, engines)
     row, reason = lowest(costs, request)
+    columns = [
+        *[prompt.uncached_tokens for prompt in prompts],
+        *[prompt.expected_ms for prompt in prompts],
+        *[prompt.own_ms for prompt in prompts],
+        *[prompt.joined_ms for prompt in prompts],
+        *crowding,
+        *[prompt.pace for prompt in prompts],
+        *[prompt.decoding_ms for prompt in prompts],
+        *again,
+        *following,
+    ]
+    names = TERMS
+    if candidates.behind is not None:
+        names = (*TERMS, "behind_ms")
+        columns += [each * prompt.pace * prompt.own_ms for each, prompt in zip(candidates.behind, prompts, strict=True)]
+    terms = TermsOfFew(names, pack(f"{len(columns)}d", *columns))
     return Choice(row, reason, tuple(costs), terms, prompts[row])
 
 
@@ -389,23 +407,12 @@ def _next_of_few(request: RoutingRequest, candidates: Candidates, engines: FewEn
 
 
 class TermsOfFew(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The terms of a choice, worked out again when they are asked for: once where decisions are recorded."""
+    """The terms of a choice, packed: a log keeps thousands of decisions, and few are looked at."""
 
-    request: RoutingRequest
-    candidates: Candidates
-    engines: FewEngines
+    names: tuple[str, ...]
+    columns: bytes
+    """One after the other, as 64-bit floats."""
 
     def __call__(self) -> Mapping[str, Column]:
-        request, candidates, engines = self.request, self.candidates, self.engines
-        if request.stage is Stage.DECODE:
-            steps = _steps_of_few(request, candidates, engines)
-            return {"step_ms": steps, PACE: _paces_of_few(candidates, engines)}
-        prompts, crowding, again, following, _ = _costs_of_few(request, candidates, engines)
-        expected = [prompt.expected_ms for prompt in prompts]
-        others = {EXPECTED_MS: expected, "crowding_ms": crowding, "again_ms": again, "next_ms": following}
-        terms = {name: others.get(name) or [getattr(prompt, name) for prompt in prompts] for name in TERMS}
-        if (behind := candidates.behind) is not None:
-            terms["behind_ms"] = [
-                each * prompt.pace * prompt.own_ms for each, prompt in zip(behind, prompts, strict=True)
-            ]
-        return terms
+        columns = np.frombuffer(self.columns, np.float64).reshape(len(self.names), -1)
+        return dict(zip(self.names, columns, strict=True))

@@ -52,10 +52,15 @@ def say_ready(*parts: str) -> None:
         manager.tell_ready()
 
 
-def run_service(
-    name: str, chosen: LogChoice, main: Callable[[asyncio.Event], Awaitable[None]], **fields: Field
-) -> None:
-    """Run ``main(stop)`` as this process's only job; ``fields`` are of every log line in JSON."""
+Main = Callable[[asyncio.Event], Awaitable[None]]
+"""A service: runs until the event is set."""
+
+
+def run_service(name: str, chosen: LogChoice, prepare: Callable[[], Main], **fields: Field) -> None:
+    """Run a service as this process's only job; ``fields`` are of every log line in JSON.
+
+    ``prepare`` imports what the service is made of, and returns it.
+    """
     try:
         chosen.configure(name, fields)
     except ValueError as error:
@@ -64,6 +69,7 @@ def run_service(
     allocation.return_large_blocks()
     sys.setswitchinterval(THREAD_SWITCH_S)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which nothing reads
+    main = prepare()
     # Start-up objects live as long as the process: out of the collector's sight, they cost no pause later. There is
     # next to no garbage among them, and a look for it would take 5 % of the CPU of a start.
     gc.freeze()

@@ -74,7 +74,8 @@ def is_unasked(method: str, headers: Headers) -> bool:
 
 def is_from_page(headers: Headers) -> bool:
     """Return whether a browser sent a request for a page, of any site."""
-    return any(name in (b"origin", b"sec-fetch-site") for name, _ in headers)
+    found = dict(headers)
+    return b"origin" in found or b"sec-fetch-site" in found
 
 
 class AllowedHosts:

@@ -150,7 +150,7 @@ class ForwardApplication:
             await self._inner(scope, receive, send)
             return
         # A global router has keys of an operator, its clients have not: the paths of this router are closed to it.
-        has_hop = any(name == HOP_HEADER for name, _ in scope["headers"])
+        has_hop = HOP_HEADER in dict(scope["headers"])
         if self.backend.forwards("") and (has_hop or not self._is_own(scope["path"])):
             await self._guarded(scope, receive, send)
         elif has_hop and not is_path_of_tenants(scope["path"]):
@@ -515,7 +515,7 @@ async def _answer(scope: Scope, send: Send, error: RequestError) -> None:
 
 def _hop_of(scope: Scope) -> Hop | None:
     """Return the ``Hop`` that a request came with; raises ``RequestError``."""
-    value = next((value for name, value in scope["headers"] if name == HOP_HEADER), None)
+    value = dict(scope["headers"]).get(HOP_HEADER)
     if value is None:
         return None
     caller = caller_of(scope)

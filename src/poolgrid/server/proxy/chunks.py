@@ -36,29 +36,21 @@ def size_of(line: bytes) -> int:
     return int(digits, 16)
 
 
-def are_whole(data: bytes) -> bool:
-    """Return whether bytes are one or more whole chunks, without extensions and none of them the last."""
-    at, end = 0, len(data)
+def whole_payload(data: bytes) -> bytes:
+    """Return what bytes hold that are one or more whole chunks, without extensions and none of them the last; nothing
+    for any other bytes."""
+    at, end, found = 0, len(data), []
     while at < end:
         cut = data.find(b"\r\n", at, at + CHUNK_DIGITS_MAX + 2)
         digits = data[at:cut]
         if cut <= at or not HEX.issuperset(digits):
-            return False
-        size = int(digits, 16)
-        at = cut + size + 4
-        if not size or data[at - 2 : at] != b"\r\n":
-            return False
-    return at == end
-
-
-def payloads(data: bytes) -> bytes:
-    """Return what whole chunks hold, those of which ``are_whole`` is true."""
-    at, end, found = 0, len(data), []
-    while at < end:
-        cut = data.find(b"\r\n", at)
-        size = int(data[at:cut], 16)
-        found.append(data[cut + 2 : cut + 2 + size])
-        at = cut + size + 4
+            return b""
+        begin = cut + 2
+        at = begin + int(digits, 16) + 2
+        payload = data[begin : at - 2]
+        if not payload or data[at - 2 : at] != b"\r\n":
+            return b""
+        found.append(payload)
     return found[0] if len(found) == 1 else b"".join(found)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from typing import Final, NamedTuple
 
-from poolgrid.server.proxy.chunks import payloads
 from poolgrid.server.proxy.forward_server import ForwardServer
 from poolgrid.server.proxy.server_connection import AnswerFailed, HeaderList
 
@@ -33,10 +32,7 @@ class Collector:
     def on_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
         self.status, self.headers = status, headers
 
-    def on_chunks(self, data: bytes) -> None:
-        self.on_data(payloads(data))
-
-    def on_data(self, data: bytes) -> None:
+    def on_data(self, data: bytes, chunks: bytes = b"") -> None:
         self.body += data
         if len(self.body) > ANSWER_BYTES_MAX:
             self.on_failed(AnswerFailed(f"the answer has more than {ANSWER_BYTES_MAX} bytes"), False)

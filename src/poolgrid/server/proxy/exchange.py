@@ -64,7 +64,7 @@ from poolgrid.server.http.guard import Guard
 from poolgrid.server.process.clock import Clock
 from poolgrid.server.process.tasks import detached
 from poolgrid.server.proxy.changes import Changes
-from poolgrid.server.proxy.chunks import chunk, payloads
+from poolgrid.server.proxy.chunks import chunk
 from poolgrid.server.proxy.collector import WholeAnswer
 from poolgrid.server.proxy.dispatch_reports import DispatchReports
 from poolgrid.server.proxy.forward_server import ForwardServer
@@ -664,47 +664,25 @@ class ForwardExchange:
         self._answer_status, self._whole = 0, None
         self._attempt_failed(AnswerFailed(f"the server that was to continue a prompt {why}"))
 
-    def on_chunks(self, data: bytes) -> None:
-        if self._withheld is not None:
-            self._withhold(self._withheld, payloads(data))
-            return
-        if not self._has_output and not self._begin_output(data):
-            return
-        if self._filter is not None:
-            payload = payloads(data)
-            passed = self._pass_events(self._filter, payload)
-            if not passed:
-                return
-            if passed is not payload:
-                data = chunk(passed)
-        else:
-            self._last_piece = data
-            if self._whole is not None:
-                self._keep_whole(payloads(data))
-        self._quiet_looks = 0
-        if self._is_open:
-            self._guard.write(data)
-        else:
-            self._pieces.append(data if self._is_raw else payloads(data))
-            self._wake()
-
-    def on_data(self, data: bytes) -> None:
+    def on_data(self, data: bytes, chunks: bytes = b"") -> None:
         if self._withheld is not None:
             self._withhold(self._withheld, data)
             return
         if not self._has_output and not self._begin_output(data):
             return
         if self._filter is not None:
-            data = self._pass_events(self._filter, data)
-            if not data:
+            passed = self._pass_events(self._filter, data)
+            if not passed:
                 return
+            if passed is not data:
+                data, chunks = passed, b""
         else:
             self._last_piece = data
             if self._whole is not None:
                 self._keep_whole(data)
         self._quiet_looks = 0
         if self._is_raw:
-            data = chunk(data)
+            data = chunks or chunk(data)
         if self._is_open:
             self._guard.write(data)
         else:
@@ -1131,8 +1109,7 @@ class ForwardExchange:
     def _is_between_events(self) -> bool:
         if self._filter is not None:
             return self._filter.is_between_events
-        # A chunk's payload has a line end behind it.
-        return not self._last_piece or self._last_piece.endswith((b"\n\n\r\n", b"\n\n"))
+        return not self._last_piece or self._last_piece.endswith(b"\n\n")
 
     async def _answer_without_server(self, last: StreamDelta) -> None:
         """Answer a request that no server took."""

@@ -1,8 +1,8 @@
 """One connection to an engine server: carries one exchange at a time, and hands its answer on as it arrives.
 
 Rules
-    1. The head of an answer is parsed, its body only where that is needed to find its end. Chunks that arrive whole are
-       handed on as they came (``AnswerSink.on_chunks``), everything else as its payload (``on_data``).
+    1. The head of an answer is parsed, its body only where that is needed to find its end. Its payload is
+       handed on, and chunks that arrive whole as they came too (``AnswerSink.on_data``).
     2. Interim answers (1xx) are skipped. Trailers end here.
     3. A connection is kept for the next request when its answer has ended, both sides keep it, and nothing has come
        behind the answer. It is not kept after an answer that announces a body and has none (``HEAD``, 204, 304): a
@@ -21,7 +21,7 @@ from typing import Final, Protocol, cast
 
 import httptools
 
-from poolgrid.server.proxy.chunks import ChunkError, ChunkReader, are_whole
+from poolgrid.server.proxy.chunks import ChunkError, ChunkReader, whole_payload
 
 HEAD_END: Final = b"\r\n\r\n"
 
@@ -62,12 +62,9 @@ class AnswerSink(Protocol):
         """Take status and headers, their names in lower case, hop-by-hop ones included."""
         ...
 
-    def on_chunks(self, data: bytes) -> None:
-        """Take whole chunks as they came, none of them the last."""
-        ...
-
-    def on_data(self, data: bytes) -> None:
-        """Take the next bytes of the body, without framing."""
+    def on_data(self, data: bytes, chunks: bytes = b"") -> None:
+        """Take the next bytes of the body, without framing; ``chunks`` are the same bytes as they came, where those
+        are whole chunks and none of them the last."""
         ...
 
     def on_end(self) -> None: ...
@@ -222,8 +219,8 @@ class ServerConnection(asyncio.Protocol):
         self._came = True
         try:
             if self._mode is _Mode.CHUNKS:
-                if self._chunks.is_between and are_whole(data):
-                    sink.on_chunks(data)
+                if self._chunks.is_between and (payload := whole_payload(data)):
+                    sink.on_data(payload, data)
                 else:
                     self._take_chunks(sink, data)
             elif self._mode is _Mode.LENGTH:

@@ -21,8 +21,8 @@ from poolgrid.kernel.wire.trace_context import TraceContext
 from poolgrid.server.frontend.app import Application, Endpoints, Readiness, create_app
 from poolgrid.server.frontend.errors import RequestError
 from poolgrid.server.frontend.first_view import FirstView
+from poolgrid.server.frontend.model_loading import ModelLoading
 from poolgrid.server.frontend.openapi import add_fleet_list
-from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.frontend.traffic import open_report
 from poolgrid.server.http.http_server import RouterServers, open_server
@@ -53,26 +53,20 @@ class RouterProcess:
     """One router process while it opens and runs."""
 
     def __init__(
-        self, opened: AsyncExitStack, settings: ServingSettings, frontend: FrontendSettings, place: GroupPlace | None
+        self,
+        opened: AsyncExitStack,
+        settings: ServingSettings,
+        frontend: FrontendSettings,
+        model: ModelLoading,
+        place: GroupPlace | None,
     ) -> None:
-        """Load the prompt model, before any clock that judges others runs: a large vocabulary takes a second or two,
-        and the loop stands still. ``place`` is that of the process among several that share the port."""
+        """Wait for the prompt model, before any clock that judges others runs: a large vocabulary takes a second or
+        two, and the loop stands still. ``place`` is that of the process among several that share the port."""
         self.opened = opened
         self.settings = settings
         self.frontend = frontend
         self.place = place
-        self.prompt_model = (
-            PromptModel.load(
-                frontend.model_path,
-                frontend.served_model_name,
-                chat_template=frontend.chat_template,
-                tokenization_cache_bytes=frontend.tokenization_cache_bytes,
-                word_cache=frontend.word_cache,
-                proves_later=True,
-            )
-            if frontend.has_tokenizer
-            else None
-        )
+        self.prompt_model = model.result()
         self.clock = SystemClock()
         self.registry = CollectorRegistry()
         LoopMetrics(self.registry)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from poolgrid.server.cli.command_line import LogChoice, command, log_options
 from poolgrid.server.cli.options import with_settings
-from poolgrid.server.cli.service_process import run_service, say_ready
+from poolgrid.server.cli.service_process import Main, run_service, say_ready
 from poolgrid.server.consolidator.settings import ConsolidatorProcessSettings
 from poolgrid.server.workers.engines.server.settings import FollowedServersSettings, FollowerSettings
 
@@ -48,30 +48,34 @@ def consolidator(
 
     With --engine-url or --engine-urls-file it follows engine servers in the same process.
     """
-    from poolgrid.server.consolidator.bootstrap import ConsolidatorEndpoints, serve
 
-    def ready(endpoints: ConsolidatorEndpoints) -> None:
-        # With an event plane on NATS it stands by first: its ingest address is then published on NATS.
-        planes = (("ingest", endpoints.ingest), ("feed", endpoints.feed), ("query", endpoints.query))
-        say_ready(endpoints.http, *(f"{name}={endpoint}" for name, endpoint in planes if endpoint))
+    def prepare() -> Main:
+        from poolgrid.server.consolidator.bootstrap import ConsolidatorEndpoints, serve
 
-    def follows(url: str) -> None:
-        log.info("engine servers are followed, their list is at %s/v1/servers", url)
+        def ready(endpoints: ConsolidatorEndpoints) -> None:
+            # With an event plane on NATS it stands by first: its ingest address is then published on NATS.
+            planes = (("ingest", endpoints.ingest), ("feed", endpoints.feed), ("query", endpoints.query))
+            say_ready(endpoints.http, *(f"{name}={endpoint}" for name, endpoint in planes if endpoint))
 
-    async def main(stop: asyncio.Event) -> None:
-        if not servers.follows_servers:
-            await serve(settings, stop, ready)
-            return
-        from poolgrid.server.workers.bootstrap import FollowedServers, serve_followed
+        def follows(url: str) -> None:
+            log.info("engine servers are followed, their list is at %s/v1/servers", url)
 
-        follower = follower_settings(settings, servers)
-        if settings.on_nats:
-            # Any of the consolidators may be the active one: events go to it over its plane.
-            await both(serve(settings, stop, ready), serve_followed(follower, stop, follows))
-        else:
-            await serve(settings, stop, ready, companion=ServersBeside(FollowedServers(follower)))
+        async def main(stop: asyncio.Event) -> None:
+            if not servers.follows_servers:
+                await serve(settings, stop, ready)
+                return
+            from poolgrid.server.workers.bootstrap import FollowedServers, serve_followed
 
-    run_service("consolidator", log_choice, main)
+            follower = follower_settings(settings, servers)
+            if settings.on_nats:
+                # Any of the consolidators may be the active one: events go to it over its plane.
+                await both(serve(settings, stop, ready), serve_followed(follower, stop, follows))
+            else:
+                await serve(settings, stop, ready, companion=ServersBeside(FollowedServers(follower)))
+
+        return main
+
+    run_service("consolidator", log_choice, prepare)
 
 
 async def both(*halves: Coroutine[Any, Any, None]) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from poolgrid.server.cli.command_line import LogChoice, command, log_options
 from poolgrid.server.cli.global_router_group import serve_global_group
 from poolgrid.server.cli.options import with_settings
-from poolgrid.server.cli.service_process import run_service, say_ready
+from poolgrid.server.cli.service_process import Main, run_service, say_ready
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.global_router.settings import GlobalRouterSettings
 from poolgrid.server.process.lifecycle import GroupPlace
@@ -37,14 +35,19 @@ def global_router(
 ) -> None:
     """Run a global router: the OpenAI HTTP API over several pools, chosen by a grid."""
     from poolgrid.server.cli.hub_model import router_model
-    from poolgrid.server.global_router.bootstrap import serve
 
     frontend = router_model(frontend)
 
-    async def main(stop: asyncio.Event) -> None:
+    def prepare() -> Main:
         if settings.http_workers > 1:
-            await serve_global_group(settings, frontend, log_choice, stop, say_ready)
-        else:
-            await serve(settings, frontend, stop, say_ready, GroupPlace.from_environment())
+            return lambda stop: serve_global_group(settings, frontend, log_choice, stop, say_ready)
+        from poolgrid.server.frontend.model_loading import ModelLoading
 
-    run_service("global-router", log_choice, main)
+        model = ModelLoading(frontend)
+        # Late: a thread reads the model meanwhile.
+        from poolgrid.server.global_router.bootstrap import serve
+
+        place = GroupPlace.from_environment()
+        return lambda stop: serve(settings, frontend, model, stop, say_ready, place)
+
+    run_service("global-router", log_choice, prepare)

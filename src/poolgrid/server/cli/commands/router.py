@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from poolgrid.server.cli.command_line import LogChoice, command, log_options
 from poolgrid.server.cli.options import with_settings
 from poolgrid.server.cli.router_group import serve_group
-from poolgrid.server.cli.service_process import run_service, say_ready
+from poolgrid.server.cli.service_process import Main, run_service, say_ready
 from poolgrid.server.consolidator.settings import ConsolidatorSettings
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.process.lifecycle import GroupPlace
@@ -39,20 +37,25 @@ def router(
 ) -> None:
     """Run a router with an OpenAI HTTP API; without --feed-endpoint, the consolidator runs inside it."""
     from poolgrid.server.cli.hub_model import router_model
-    from poolgrid.server.router.bootstrap import Endpoints, serve
 
     frontend = router_model(frontend)
 
-    def ready(endpoints: Endpoints) -> None:
-        ingest = [f"ingest={endpoints.ingest}"] if endpoints.ingest else []
-        ext_proc = [f"ext-proc={endpoints.ext_proc}"] if endpoints.ext_proc else []
-        admin = [f"admin={endpoints.admin}"] if endpoints.admin else []
-        say_ready(endpoints.http, *ingest, f"select={endpoints.select}", *ext_proc, *admin)
-
-    async def main(stop: asyncio.Event) -> None:
+    def prepare() -> Main:
         if settings.http_workers > 1:
-            await serve_group(settings, frontend, consolidator, log_choice, stop, say_ready)
-        else:
-            await serve(settings, frontend, consolidator, stop, ready, GroupPlace.from_environment())
+            return lambda stop: serve_group(settings, frontend, consolidator, log_choice, stop, say_ready)
+        from poolgrid.server.frontend.model_loading import ModelLoading
 
-    run_service("router", log_choice, main, router=settings.router_id)
+        model = ModelLoading(frontend)
+        # Late: a thread reads the model meanwhile.
+        from poolgrid.server.router.bootstrap import Endpoints, serve
+
+        def ready(endpoints: Endpoints) -> None:
+            ingest = [f"ingest={endpoints.ingest}"] if endpoints.ingest else []
+            ext_proc = [f"ext-proc={endpoints.ext_proc}"] if endpoints.ext_proc else []
+            admin = [f"admin={endpoints.admin}"] if endpoints.admin else []
+            say_ready(endpoints.http, *ingest, f"select={endpoints.select}", *ext_proc, *admin)
+
+        place = GroupPlace.from_environment()
+        return lambda stop: serve(settings, frontend, consolidator, model, stop, ready, place)
+
+    run_service("router", log_choice, prepare, router=settings.router_id)

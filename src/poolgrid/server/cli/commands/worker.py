@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import click
 
 from poolgrid.server.cli.command_line import Command, LogChoice, log_options
 from poolgrid.server.cli.options import with_chosen_settings
-from poolgrid.server.cli.service_process import run_service, say_ready
+from poolgrid.server.cli.service_process import Main, run_service, say_ready
 from poolgrid.server.workers.engines.registry import DEFAULT, EngineChoice, engine_definition, engines
 from poolgrid.server.workers.settings import WorkerProcessSettings
 
@@ -64,18 +63,18 @@ def worker(
 
     poolgrid worker --engine vllm --model-path DIR -- --max-model-len 8192
     """
-    from poolgrid.server.workers.bootstrap import serve
-
     settings = with_shipped_tokenizer(settings)
     if print_engine_args:
         raise SystemExit(show_engine_arguments(settings))
     if settings.chat_template is not None:
         check_template(settings.chat_template)
 
-    async def main(stop: asyncio.Event) -> None:
-        await serve(settings, stop, say_ready)
+    def prepare() -> Main:
+        from poolgrid.server.workers.bootstrap import serve
 
-    run_service(settings.worker_id, log_choice, main, worker=settings.worker_id)
+        return lambda stop: serve(settings, stop, say_ready)
+
+    run_service(settings.worker_id, log_choice, prepare, worker=settings.worker_id)
 
 
 def with_shipped_tokenizer(settings: WorkerProcessSettings) -> WorkerProcessSettings:

@@ -168,7 +168,7 @@ def _class_of(scope: Scope, metrics_need_key: bool) -> PathClass:
 
 def is_upgrade(scope: Scope) -> bool:
     """Return whether a request asks for another protocol, and so for a connection as long as its client likes."""
-    return any(name == b"upgrade" for name, _ in scope["headers"])
+    return b"upgrade" in dict(scope["headers"])
 
 
 def caller_of(scope: Scope) -> Caller | None:
