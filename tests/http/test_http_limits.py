@@ -776,6 +776,24 @@ def test_a_client_that_leaves_after_it_ended_its_side_is_noticed(run: Run) -> No
     run(scenario())
 
 
+def test_a_client_that_leaves_in_the_moment_in_which_a_silent_answer_begins_is_noticed(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving() as pair:
+            pair.application.hold.clear()
+            pair.application.begin.clear()
+            _, writer = await pair.connect()
+            writer.write(post(b"abc", "/stream"))
+            await within(pair.application.entered.wait())
+            [guard] = pair.server.connections.open
+            assert isinstance(guard, Guard)
+            writer.close()
+            await pair.until(lambda: guard._probe is not None)
+            pair.application.begin.set()
+            await within(pair.application.left.wait())
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("unfinished", [b"GET / HT", post(b"abc", "/", 10), post(b"abc", "/watched", 10)])
 def test_a_request_that_ends_before_it_is_whole_is_over(run: Run, unfinished: bytes) -> None:
     async def scenario() -> None:
