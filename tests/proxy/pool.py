@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -45,8 +46,9 @@ TWO_POOLS: dict[str, Any] = {
 class ScriptedPool:
     """A router in front of two scripted servers, or a global router in front of a pool of each."""
 
-    def __init__(self, up: Process, servers: list[ScriptedServer]) -> None:
+    def __init__(self, up: Process, servers: list[ScriptedServer], log: Path) -> None:
         self.up = up
+        self.log = log
         self.url = up.url
         self.servers = servers
         self.is_global = bool(up.children("global-router"))
