@@ -63,7 +63,7 @@ def test_client_that_leaves_before_its_request_is_whole_reaches_no_server(pool: 
     assert pool.calls == []
 
 
-PIECE = EVENT * 3000
+PIECE = EVENT.replace(b'"a"', b'"%b"' % (b"a" * 4000)) * 60
 PIECES = 400
 """Far more than the sockets of one hop and the router may keep: a socket receives up to 32 MB."""
 
