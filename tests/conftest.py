@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import importlib
 import inspect
 import os
 import sys
@@ -92,6 +94,22 @@ def pytest_configure(config: pytest.Config) -> None:
     path = Path(directory.name) / "authority.pem"
     trustme.CA().cert_pem.write_to_path(str(path))
     os.environ["SSL_CERT_FILE"] = str(path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Of a checkout without compiled files, let each of xdist's processes compile a part before it needs the others'.
+
+    All import the same files in the same order otherwise, so each of them compiles everything.
+    """
+    place = getattr(session.config, "workerinput", None)
+    if place is None or session.config.args != session.config.getini("testpaths"):
+        return
+    root = session.config.rootpath
+    paths = sorted((root / "tests").rglob("test_*.py"))
+    for path in paths[int(place["workerid"].removeprefix("gw")) :: place["workercount"]]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # which collecting it reports
+            importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
