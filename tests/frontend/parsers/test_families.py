@@ -20,6 +20,7 @@ from poolgrid.output_formats import (
     reasoning_aliases,
     reasoning_format,
 )
+from tests.cases import for_each
 from tests.examples import examples
 from tests.frontend.parsers.samples import SAMPLES, SCHEMAS, USE, Call
 from tests.frontend.parsers.test_golden import read
@@ -60,7 +61,7 @@ def test_each_format_has_a_writer() -> None:
 
 
 @forms
-@pytest.mark.parametrize("sample", SAMPLES)
+@for_each("sample", SAMPLES)
 def test_calls_are_read_as_they_were_meant_however_they_are_cut(name: str, writer: Writer, sample: str) -> None:
     text = writer(SAMPLES[sample])
     for parts in cuts(text):
