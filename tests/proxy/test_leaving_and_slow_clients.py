@@ -6,7 +6,7 @@ from threading import Event
 
 import pytest
 
-from tests.e2e.processes import becomes, metric
+from tests.e2e.processes import becomes, sum_of
 from tests.proxy.pool import GROWTH_BYTES_MAX, ScriptedPool
 from tests.proxy.raw_client import CHAT, chat_body
 from tests.proxy.scripted_server import ANSWER, LAST_CHUNK, PATIENCE_S, Call, chunk, stream_head, whole
@@ -14,6 +14,7 @@ from tests.proxy.scripted_server import ANSWER, LAST_CHUNK, PATIENCE_S, Call, ch
 pytestmark = pytest.mark.e2e
 
 EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+LEFT = "poolgrid_frontend_client_disconnects_total"
 BEGINNINGS = {
     "nothing": b"",
     "half of a head": b"HTTP/1.1 200 OK\r\nconte",
@@ -41,7 +42,7 @@ def test_client_that_leaves_ends_its_request_at_the_server(
         left.set()
 
     pool.on(script)
-    before = metric(pool.url, "poolgrid_frontend_client_disconnects_total")
+    before = sum_of(pool.metrics(), LEFT)
     client = pool.client()
     client.ask("POST", path, chat_body(stream=b"event-stream" in came))
     assert called.wait(PATIENCE_S)
@@ -50,7 +51,7 @@ def test_client_that_leaves_ends_its_request_at_the_server(
 
     assert left.wait(PATIENCE_S)
     becomes(pool.running, 0.0)
-    assert metric(pool.url, "poolgrid_frontend_client_disconnects_total") == before + 1
+    assert sum_of(pool.metrics(), LEFT) == before + 1
     assert len(pool.calls) == 1
 
 
