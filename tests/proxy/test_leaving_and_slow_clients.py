@@ -6,7 +6,7 @@ from threading import Event
 
 import pytest
 
-from tests.e2e.processes import becomes, sum_of
+from tests.e2e.processes import becomes, metric, sum_of
 from tests.proxy.pool import GROWTH_BYTES_MAX, ScriptedPool
 from tests.proxy.raw_client import CHAT, chat_body
 from tests.proxy.scripted_server import ANSWER, LAST_CHUNK, PATIENCE_S, Call, chunk, stream_head, whole
@@ -46,7 +46,7 @@ def test_client_that_leaves_ends_its_request_at_the_server(
     client = pool.client()
     client.ask("POST", path, chat_body(stream=b"event-stream" in came))
     assert called.wait(PATIENCE_S)
-    assert pool.running() == 1
+    assert metric(pool.url, "poolgrid_frontend_in_flight_requests") == 1
     client.leave(reset)
 
     assert left.wait(PATIENCE_S)
