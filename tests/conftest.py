@@ -8,6 +8,7 @@ import gc
 import importlib
 import inspect
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -110,6 +111,22 @@ def pytest_collection(session: pytest.Session) -> None:
     for path in paths[int(place["workerid"].removeprefix("gw")) :: place["workercount"]]:
         with contextlib.suppress(Exception, pytest.skip.Exception):  # which collecting it reports
             importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give xdist's processes whole files, but all tests of a pool that modules share to one of them, as each that has
+    such a test starts the pool."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class SharedPools(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            shared = re.match(r"tests/proxy/.*?\[((?:global )?router)\b", nodeid)
+            return shared[1] if shared is not None else super()._split_scope(nodeid)
+
+    return SharedPools(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
