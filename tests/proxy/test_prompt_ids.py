@@ -89,8 +89,8 @@ class Engines:
         """A router in front of them, which knows nothing of ids yet."""
         endpoints = (f"--{name}-endpoint={self.consolidator.word(name)}" for name in ("feed", "query"))
         model = ("--model-path", str(TINY_MODEL_PATH), "--served-model-name", MODEL)
-        patience = ("--worker-timeout-ms", str(PATIENCE_MS))
-        with Process("router", "--port", "0", *endpoints, *model, *patience) as router:
+        others = ("--policy", "approximate", "--worker-timeout-ms", str(PATIENCE_MS))
+        with Process("router", "--port", "0", *endpoints, *model, *others) as router:
             router.wait_ready()
             becomes(lambda: len(ready_workers(router.url)), len(self.servers))
             yield IdPool(router, self.servers)
