@@ -119,14 +119,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     such a test starts the pool."""
     if config.getoption("dist") != "loadfile":
         return None
-    from xdist.scheduler import LoadFileScheduling
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
-    class SharedPools(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            shared = re.match(r"tests/proxy/.*?\[((?:global )?router)\b", nodeid)
-            return shared[1] if shared is not None else super()._split_scope(nodeid)
+    scheduler = LoadFileScheduling(config, log)
+    file_of = scheduler._split_scope
 
-    return SharedPools(config, log)
+    def unit_of(nodeid: str) -> str:
+        shared = re.match(r"tests/proxy/.*?\[((?:global )?router)\b", nodeid)
+        return str(file_of(nodeid)) if shared is None else shared[1]
+
+    scheduler._split_scope = unit_of
+    return scheduler
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
