@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import importlib
 import inspect
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -92,6 +95,41 @@ def pytest_configure(config: pytest.Config) -> None:
     path = Path(directory.name) / "authority.pem"
     trustme.CA().cert_pem.write_to_path(str(path))
     os.environ["SSL_CERT_FILE"] = str(path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Of a checkout without compiled files, let each of xdist's processes compile a part before it needs the others'.
+
+    All import the same files in the same order otherwise, so each of them compiles everything.
+    """
+    place = getattr(session.config, "workerinput", None)
+    if place is None or session.config.args != session.config.getini("testpaths"):
+        return
+    root = session.config.rootpath
+    paths = sorted((root / "tests").rglob("test_*.py"))
+    for path in paths[int(place["workerid"].removeprefix("gw")) :: place["workercount"]]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # which collecting it reports
+            importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give xdist's processes whole files, but all tests of a pool that modules share to one of them, as each that has
+    such a test starts the pool."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    scheduler = LoadFileScheduling(config, log)
+    file_of = scheduler._split_scope
+
+    def unit_of(nodeid: str) -> str:
+        shared = re.match(r"tests/proxy/.*?\[((?:global )?router)\b", nodeid)
+        return str(file_of(nodeid)) if shared is None else shared[1]
+
+    scheduler._split_scope = unit_of
+    return scheduler
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -212,8 +212,12 @@ def worker_rows(url: str) -> dict[str, dict[str, object]]:
 
 def metric(url: str, name: str, **labels: str) -> float:
     """Return the sum of a metric's samples that have these labels."""
+    return sum_of(httpx.get(f"{url}/metrics").text, name, **labels)
+
+
+def sum_of(metrics: str, name: str, **labels: str) -> float:
     total = 0.0
-    for line in httpx.get(f"{url}/metrics").text.splitlines():
+    for line in metrics.splitlines():
         if line.startswith((f"{name} ", f"{name}{{")) and all(
             f'{key}="{value}"' in line for key, value in labels.items()
         ):

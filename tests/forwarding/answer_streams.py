@@ -162,6 +162,7 @@ def folded(stream: bytes, form: ApiForm = ApiForm.CHAT) -> Any:
 
 def folded_chunks(chunks: list[dict[str, Any]], ends: int) -> dict[str, Any]:
     found: dict[str, Any] = {"ends": ends, "usage": [], "ids": set()}
+    parts: dict[str, list[str]] = {}
     for chunk in chunks:
         found["ids"].add((chunk["id"], chunk["created"]))
         found["usage"] += [chunk["usage"]] if "usage" in chunk else []
@@ -175,7 +176,7 @@ def folded_chunks(chunks: list[dict[str, Any]], ends: int) -> dict[str, Any]:
                     texts |= {f"call {call['index']} {each}": call.get(each, "") for each in ("id", "type")}
                     texts |= {f"call {call['index']} {each}": text for each, text in call["function"].items()}
             for name, text in texts.items():
-                found[name] = found.get(name, "") + text
+                parts.setdefault(name, []).append(text)
             found.setdefault("finish", []).extend(filter(None, [choice.get("finish_reason")]))
             found.setdefault("token_ids", []).extend(choice.get("token_ids", []))
             logprobs = choice.get("logprobs") or {}
@@ -184,7 +185,7 @@ def folded_chunks(chunks: list[dict[str, Any]], ends: int) -> dict[str, Any]:
             counts = found.setdefault("logprobs", {"token_logprobs": 0, "top_logprobs": 0, "text_offset": 0})
             for name in counts:
                 counts[name] += len(logprobs.get(name, []))
-    return found
+    return found | {name: "".join(texts) for name, texts in parts.items()}
 
 
 def folded_events(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

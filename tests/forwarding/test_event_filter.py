@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from poolgrid.server.forwarding.event_filter import (
     EventFilter,
     read_answer,
 )
+from tests.cases import for_each
 
 DONE = b"data: [DONE]\n\n"
 
@@ -89,9 +90,8 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("size", [0, 1, 7])
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize(("data", "passed"), PAIRS)
+@for_each("size, line_end", product([0, 1, 7], [b"\n", b"\r\n", b"\r"]))
 def test_what_poolgrid_asked_for_is_taken_out(data: bytes, passed: bytes, line_end: bytes, size: int) -> None:
     kept = event(chunk([choice("안녕")]))
     whole = (kept + data + kept).replace(b"\n", line_end)
@@ -199,9 +199,8 @@ FINGERPRINTS = [
 ]
 
 
-@pytest.mark.parametrize("size", [0, 1, 7])
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize(("events", "passed"), FINGERPRINTS)
+@for_each("size, line_end", product([0, 1, 7], [b"\n", b"\r\n", b"\r"]))
 def test_a_fingerprint_in_the_dropped_chunk_is_put_back(
     events: list[bytes], passed: list[bytes], line_end: bytes, size: int
 ) -> None:

@@ -16,6 +16,7 @@ from poolgrid.server.forwarding.paths import (
     TargetAccess,
     read_target,
 )
+from tests.cases import for_each
 from tests.forwarding.engine_routes import CLIENTS, OPERATORS
 
 CHANGING = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/v1/kv_cache_hints", "/metrics"]
@@ -29,12 +30,12 @@ SPELLINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", CLIENTS)
+@for_each("path", CLIENTS)
 def test_paths_of_clients(path: str) -> None:
     assert read_target(path.encode()).access is TargetAccess.CLIENT
 
 
-@pytest.mark.parametrize("path", OPERATORS)
+@for_each("path", OPERATORS)
 def test_paths_of_operators(path: str) -> None:
     assert read_target(path.encode()).access is TargetAccess.OPERATOR
 
@@ -44,8 +45,8 @@ def test_no_route_of_an_engine_is_in_both_lists() -> None:
     assert len(CLIENTS) + len(OPERATORS) > 140
 
 
-@pytest.mark.parametrize("path", CHANGING)
 @pytest.mark.parametrize("spelling", SPELLINGS)
+@for_each("path", CHANGING)
 def test_no_spelling_opens_a_path_of_operators(path: str, spelling: str) -> None:
     coded = "/" + "".join(f"%{ord(c):02x}" for c in path[1:])
     target = spelling.format(
@@ -56,8 +57,8 @@ def test_no_spelling_opens_a_path_of_operators(path: str, spelling: str) -> None
     assert read_target(target.encode("latin-1")).access is not TargetAccess.CLIENT
 
 
-@pytest.mark.parametrize("name", [route.name for route in (*RESERVED_ROUTES, *RESERVED_PREFIXES)])
 @pytest.mark.parametrize("form", ["/v1/{}", "/v2/{}", "/v1//{}", "/v1/{}/x", "/V1/{}", "/v1/{};x"])
+@for_each("name", [route.name for route in (*RESERVED_ROUTES, *RESERVED_PREFIXES)])
 def test_what_changes_a_server_is_closed_under_a_version_too(name: str, form: str) -> None:
     found = read_target(form.format(name).encode())
 

@@ -4,7 +4,7 @@ the server's."""
 from __future__ import annotations
 
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from poolgrid.server.forwarding.event_filter import (
     cut_answer,
 )
 from poolgrid.server.forwarding.prompt_ids import IDS_MAX
+from tests.cases import for_each
 from tests.forwarding.test_event_filter import DONE, USAGE, choice, chunk, event, packed
 
 NULL, ABSENT, EXTENSION = TakenIds.NULL, TakenIds.ABSENT, TakenIds.EXTENSION
@@ -178,10 +179,8 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("takes_usage", [False, True])
-@pytest.mark.parametrize("size", [0, 1, 7])
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize(("data", "passed", "ids"), PAIRS)
+@for_each("takes_usage, size, line_end", product([False, True], [0, 1, 7], [b"\n", b"\r\n", b"\r"]))
 def test_ids_are_taken_out_of_a_stream(
     data: bytes, passed: bytes, ids: TakenIds, line_end: bytes, size: int, takes_usage: bool
 ) -> None:

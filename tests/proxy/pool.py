@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.e2e.fleet import pools
-from tests.e2e.processes import Process, becomes, metric, ready_workers
+from tests.e2e.processes import Process, becomes, sum_of
 from tests.proxy.raw_client import CHAT, Answer, RawClient, chat_body
 from tests.proxy.scripted_server import Call, Script, ScriptedServer, serve_plainly, whole
 
@@ -42,11 +43,20 @@ TWO_POOLS: dict[str, Any] = {
 """A pool-grid document: urgent and long prompts go near, all others far."""
 
 
+def rows(url: str, target: str) -> list[dict[str, Any]]:
+    """Return a list of a router. Every test asks for some, and an HTTP library takes several times the CPU."""
+    with RawClient(url) as client:
+        client.ask("GET", target)
+        found: list[dict[str, Any]] = client.answer("GET").json()["data"]
+        return found
+
+
 class ScriptedPool:
     """A router in front of two scripted servers, or a global router in front of a pool of each."""
 
-    def __init__(self, up: Process, servers: list[ScriptedServer]) -> None:
+    def __init__(self, up: Process, servers: list[ScriptedServer], log: Path) -> None:
         self.up = up
+        self.log = log
         self.url = up.url
         self.servers = servers
         self.is_global = bool(up.children("global-router"))
@@ -59,9 +69,9 @@ class ScriptedPool:
         for each in self.servers:
             each.script = None
             each.reads_bodies = True
-        becomes(lambda: sum(len(ready_workers(url)) for url in self.routers), len(self.servers))
+        becomes(lambda: [row["state"] for url in self.routers for row in rows(url, "/v1/workers")], ["ready"] * 2)
         if self.is_global:
-            becomes(lambda: {row["state"] for row in pools(self.url).values()}, {"available"})
+            becomes(lambda: {row["state"] for row in rows(self.url, "/v1/pools")}, {"available"})
         self.forget()
 
     def forget(self) -> None:
@@ -113,12 +123,16 @@ class ScriptedPool:
 
     def running(self) -> float:
         """Return how many requests the router counts as running."""
-        return metric(self.url, "poolgrid_frontend_in_flight_requests")
+        return sum_of(self.metrics(), "poolgrid_frontend_in_flight_requests")
 
     def counted(self) -> list[float]:
         """Return the tokens that the router has counted."""
         names = ("prompt_tokens", "cached_tokens", "output_tokens")
-        return [metric(self.url, f"poolgrid_frontend_{name}_total") for name in names]
+        metrics = self.metrics()
+        return [sum_of(metrics, f"poolgrid_frontend_{name}_total") for name in names]
+
+    def metrics(self) -> str:
+        return self.call("GET", "/metrics").body.decode()
 
     def memory_bytes(self) -> int:
         return int(self.router.memory_info().rss)

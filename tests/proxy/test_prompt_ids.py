@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import httpx
@@ -14,10 +14,10 @@ import pytest
 from poolgrid.server.forwarding.prompt_ids import IDS_MIN, PROOFS
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from poolgrid.server.proxy.withheld_answer import CUT_BYTES_MAX
-from tests.e2e.processes import PATIENT, Process, becomes, metric, ready_workers
+from tests.e2e.processes import PATIENCE_MS, Process, becomes, metric, ready_workers
 from tests.proxy.id_engine import IdEngine, answer_of, packed, prompt_of
 from tests.proxy.raw_client import CHAT, Answer, RawClient
-from tests.proxy.scripted_server import LAST_CHUNK, Call, Script, ScriptedServer, chunk, whole
+from tests.proxy.scripted_server import LAST_CHUNK, MODEL, Call, Script, ScriptedServer, chunk, whole
 
 pytestmark = pytest.mark.e2e
 
@@ -29,8 +29,19 @@ PROMPTS = "poolgrid_frontend_forwarded_prompts_total"
 class IdPool:
     """A router in front of one such engine."""
 
-    def __init__(self, up: Process, engine: IdEngine, server: ScriptedServer) -> None:
-        self.url, self.engine, self.server = up.url, engine, server
+    def __init__(self, router: Process, servers: list[ScriptedServer]) -> None:
+        self.url, self.servers, self.server = router.url, servers, servers[0]
+        self.begin()
+
+    def begin(self) -> None:
+        self.engine = IdEngine()
+        self.answers_by(self.engine)
+        for each in self.servers:
+            each.calls.clear()
+
+    def answers_by(self, script: Script) -> None:
+        for each in self.servers:
+            each.script = script
 
     def post(self, target: str, body: bytes) -> Answer:
         with RawClient(self.url) as client:
@@ -52,32 +63,83 @@ class IdPool:
         return metric(self.url, PROMPTS, known_by="tokens", ids=outcome)
 
 
-@contextmanager
-def pool_at(directory: Path, more: Sequence[ScriptedServer] = ()) -> Iterator[IdPool]:
-    engine, server = IdEngine(), ScriptedServer(str(TINY_MODEL_PATH))
-    servers = [server, *more]
-    for each in servers:
-        each.script = engine
-    fronts = [word for each in servers for word in ("--engine-url", each.url)]
-    options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT)
-    try:
-        with Process("up", *fronts, *options, log=directory / "log") as up:
-            up.wait_ready()
-            becomes(lambda: len(ready_workers(up.url)), len(servers))
-            yield IdPool(up, engine, server)
-            status, errors = up.stop()
-            assert status == 0, errors
-            assert "this is a bug" not in errors
-        assert [error for each in servers for error in each.failures] == []
-    finally:
-        for each in servers:
+class Engines:
+    """Engine servers and their consolidator, which routers of some tests share."""
+
+    def __init__(self, count: int) -> None:
+        self.servers = [ScriptedServer(str(TINY_MODEL_PATH)) for _ in range(count)]
+        urls = [word for each in self.servers for word in ("--engine-url", each.url)]
+        ports = ("--ingest-port", "0", "--feed-port", "0", "--query-port", "0", "--http-port", "0")
+        self.consolidator = Process("consolidator", *ports, *urls, "--lease-ms", str(PATIENCE_MS))
+
+    def __enter__(self) -> Engines:
+        self.consolidator.wait_ready()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self.consolidator:
+            ended(self.consolidator)
+        for each in self.servers:
             each.close()
+
+    @contextmanager
+    def pool(self) -> Iterator[IdPool]:
+        """A router in front of them, which knows nothing of ids yet."""
+        endpoints = (f"--{name}-endpoint={self.consolidator.word(name)}" for name in ("feed", "query"))
+        model = ("--model-path", str(TINY_MODEL_PATH), "--served-model-name", MODEL)
+        others = ("--policy", "approximate", "--worker-timeout-ms", str(PATIENCE_MS))
+        with Process("router", "--port", "0", *endpoints, *model, *others) as router:
+            router.wait_ready()
+            becomes(lambda: len(ready_workers(router.url)), len(self.servers))
+            yield IdPool(router, self.servers)
+            ended(router)
+        assert [error for each in self.servers for error in each.failures] == []
+
+
+def ended(process: Process) -> None:
+    status, errors = process.stop()
+    assert status == 0, errors
+    assert "this is a bug" not in errors
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engines]:
+    with Engines(1) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def two_engines() -> Iterator[Engines]:
+    with Engines(2) as opened:
+        yield opened
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Iterator[IdPool]:
-    with pool_at(tmp_path) as opened:
+def pool(engine: Engines) -> Iterator[IdPool]:
+    """A pool for tests after which it sends no ids."""
+    with engine.pool() as opened:
         yield opened
+
+
+@pytest.fixture
+def pool_of_two(two_engines: Engines) -> Iterator[IdPool]:
+    with two_engines.pool() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def shared_pool(engine: Engines) -> Iterator[IdPool]:
+    with engine.pool() as opened:
+        yield opened
+
+
+@pytest.fixture
+def lasting_pool(shared_pool: IdPool) -> IdPool:
+    """The pool of tests whose requests are of a kind of their own, by the names of their members."""
+    shared_pool.begin()
+    return shared_pool
 
 
 def body_of(target: str, **more: Any) -> bytes:
@@ -98,41 +160,42 @@ def without_ids(target: str, sent: bytes) -> bytes:
     return sent.replace(cut, b"")
 
 
-def test_ids_go_along_once_the_engine_has_made_the_same_and_answers_stay_equal(pool: IdPool) -> None:
+def test_ids_go_along_once_the_engine_has_made_the_same_and_answers_stay_equal(lasting_pool: IdPool) -> None:
+    equal_before, sent_before = lasting_pool.outcomes("equal"), lasting_pool.outcomes("sent")
     for target in (CHAT, COMPLETIONS):
         for is_streamed in (False, True):
             more = {"stream": True, "stream_options": {"include_usage": True}} if is_streamed else {}
             body = body_of(target, **more)
-            pool.engine.sent.clear()
-            pool.server.calls.clear()
+            lasting_pool.engine.sent.clear()
+            lasting_pool.server.calls.clear()
             ids = prompt_of(json.loads(body))
             assert len(ids) >= IDS_MIN
             _, _, plain = answer_of(target, json.loads(body), ids, shows_ids=False).partition(b"\r\n\r\n")
 
-            answers = [pool.post(target, body) for _ in range(PROOFS + 2)]
+            answers = [lasting_pool.post(target, body) for _ in range(PROOFS + 2)]
 
-            assert pool.engine.kinds() == ["checked"] * PROOFS + ["ids"] * 2
+            assert lasting_pool.engine.kinds() == ["checked"] * PROOFS + ["ids"] * 2
             for answer in answers:
                 framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer.body), answer.body) if is_streamed else answer.body
                 assert framed == plain
                 assert answer.header("content-length") == (None if is_streamed else str(len(plain)))
-            assert without_ids(target, pool.server.calls[-1].body) == body
-            (asked,) = {call.body for call in pool.server.calls[:PROOFS]}
+            assert without_ids(target, lasting_pool.server.calls[-1].body) == body
+            (asked,) = {call.body for call in lasting_pool.server.calls[:PROOFS]}
             assert asked.replace(b'"return_token_ids":true,', b"") == body
-    assert pool.outcomes("equal") == 4 * PROOFS
-    assert pool.outcomes("sent") == 8
-    assert pool.findings() == []
+    assert lasting_pool.outcomes("equal") - equal_before == 4 * PROOFS
+    assert lasting_pool.outcomes("sent") - sent_before == 8
+    assert lasting_pool.findings() == []
 
 
-def test_usage_and_ids_that_were_both_asked_for_are_out_of_a_stream(pool: IdPool) -> None:
+def test_usage_and_ids_that_were_both_asked_for_are_out_of_a_stream(lasting_pool: IdPool) -> None:
     body = body_of(CHAT, stream=True)
     ids = prompt_of(json.loads(body))
     _, _, plain = answer_of(CHAT, json.loads(body), ids, shows_ids=False).partition(b"\r\n\r\n")
 
     for _ in range(PROOFS + 1):
-        answer = pool.post(CHAT, body)
+        answer = lasting_pool.post(CHAT, body)
         assert b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer.body), answer.body) == plain
-    assert pool.engine.kinds() == ["checked"] * PROOFS + ["ids"]
+    assert lasting_pool.engine.kinds() == ["checked"] * PROOFS + ["ids"]
 
 
 def test_one_difference_ends_it_for_the_model_and_the_doctor_names_it(pool: IdPool) -> None:
@@ -170,18 +233,18 @@ def test_a_request_whose_ids_are_refused_is_answered_as_text(pool: IdPool, is_st
     assert pool.outcomes("refused") == 1
 
 
-def test_a_request_that_is_refused_as_text_too_gets_that_refusal_and_proves_nothing(pool: IdPool) -> None:
+def test_a_request_that_is_refused_as_text_too_gets_that_refusal_and_proves_nothing(lasting_pool: IdPool) -> None:
     body = body_of(COMPLETIONS)
-    pool.prove(COMPLETIONS, body)
-    pool.engine.refuses_all = True
+    lasting_pool.prove(COMPLETIONS, body)
+    lasting_pool.engine.refuses_all = True
 
-    answer = pool.post(COMPLETIONS, body)
+    answer = lasting_pool.post(COMPLETIONS, body)
 
     assert (answer.status, answer.json()["error"]["message"]) == (400, "text")
-    pool.engine.refuses_all = False
-    assert pool.post(COMPLETIONS, body).status == 200
-    assert pool.engine.kinds() == ["ids", "text", "ids"]
-    assert pool.findings() == []
+    lasting_pool.engine.refuses_all = False
+    assert lasting_pool.post(COMPLETIONS, body).status == 200
+    assert lasting_pool.engine.kinds() == ["ids", "text", "ids"]
+    assert lasting_pool.findings() == []
 
 
 CHUNKED = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -208,71 +271,67 @@ def test_a_refusal_of_ids_may_end_in_any_way(refuse: Script, pool: IdPool) -> No
     assert [each["cause"] for each in pool.findings()] == ["prompt-ids-refused"]
 
 
-def test_a_server_that_dies_after_its_refusal_says_nothing_of_ids(tmp_path: Path) -> None:
-    other = ScriptedServer(str(TINY_MODEL_PATH))
-    with pool_at(tmp_path, [other]) as pool:
-        body = body_of(CHAT)
-        pool.prove(CHAT, body)
-        refusing: list[ScriptedServer] = []
+def test_a_server_that_dies_after_its_refusal_says_nothing_of_ids(pool_of_two: IdPool) -> None:
+    body = body_of(CHAT)
+    pool_of_two.prove(CHAT, body)
+    refusing: list[ScriptedServer] = []
 
-        def script(call: Call) -> None:
-            if b"prompt_token_ids" in call.body:
-                refusing.append(call.server)
-                call.send(whole(b"{}", 400))
-            elif call.server in refusing:
-                call.cut()
-            else:
-                pool.engine(call)
+    def script(call: Call) -> None:
+        if b"prompt_token_ids" in call.body:
+            refusing.append(call.server)
+            call.send(whole(b"{}", 400))
+        elif call.server in refusing:
+            call.cut()
+        else:
+            pool_of_two.engine(call)
 
-        pool.server.script = other.script = script
+    pool_of_two.answers_by(script)
 
-        answer = pool.post(CHAT, body)
+    answer = pool_of_two.post(CHAT, body)
 
-        assert (answer.status, answer.json()["choices"][0]["message"]["content"]) == (200, "Hi")
-        assert (len(refusing), pool.engine.kinds()) == (1, ["text"])
-        assert pool.findings() == []
+    assert (answer.status, answer.json()["choices"][0]["message"]["content"]) == (200, "Hi")
+    assert (len(refusing), pool_of_two.engine.kinds()) == (1, ["text"])
+    assert pool_of_two.findings() == []
 
 
-def test_a_compared_answer_that_its_server_aborts_is_no_answer(tmp_path: Path) -> None:
-    other = ScriptedServer(str(TINY_MODEL_PATH))
-    with pool_at(tmp_path, [other]) as pool:
-        aborting: list[ScriptedServer] = []
-        choice = {"index": 0, "message": {"role": "assistant", "content": "H"}, "finish_reason": "abort"}
+def test_a_compared_answer_that_its_server_aborts_is_no_answer(pool_of_two: IdPool) -> None:
+    aborting: list[ScriptedServer] = []
+    choice = {"index": 0, "message": {"role": "assistant", "content": "H"}, "finish_reason": "abort"}
 
-        def script(call: Call) -> None:
-            if not aborting:
-                aborting.append(call.server)
-                call.send(whole(packed({"id": "c", "choices": [choice], "prompt_token_ids": [1]})))
-            else:
-                pool.engine(call)
+    def script(call: Call) -> None:
+        if not aborting:
+            aborting.append(call.server)
+            call.send(whole(packed({"id": "c", "choices": [choice], "prompt_token_ids": [1]})))
+        else:
+            pool_of_two.engine(call)
 
-        pool.server.script = other.script = script
+    pool_of_two.answers_by(script)
 
-        answer = pool.post(CHAT, body_of(CHAT))
+    answer = pool_of_two.post(CHAT, body_of(CHAT))
 
-        assert (answer.status, answer.json()["choices"][0]["message"]["content"]) == (200, "Hi")
-        assert pool.engine.kinds() == ["checked"]
+    assert (answer.status, answer.json()["choices"][0]["message"]["content"]) == (200, "Hi")
+    assert pool_of_two.engine.kinds() == ["checked"]
 
 
-def test_an_answer_with_ids_that_breaks_off_is_no_answer(pool: IdPool) -> None:
-    pool.server.script = lambda call: call.cut(whole(b'{"prompt_token_ids":[1],"choices":[]}')[:-5])
+def test_an_answer_with_ids_that_breaks_off_is_no_answer(lasting_pool: IdPool) -> None:
+    lasting_pool.server.script = lambda call: call.cut(whole(b'{"prompt_token_ids":[1],"choices":[]}')[:-5])
 
-    answer = pool.post(CHAT, body_of(CHAT))
+    answer = lasting_pool.post(CHAT, body_of(CHAT, metadata={}))
 
     assert answer.status in (502, 503)
     assert b"prompt_token_ids" not in answer.body
 
 
-def test_an_answer_beyond_the_bound_reaches_its_client_whole(pool: IdPool) -> None:
+def test_an_answer_beyond_the_bound_reaches_its_client_whole(lasting_pool: IdPool) -> None:
     said = packed({"choices": [{"text": "x" * (CUT_BYTES_MAX + 100_000)}]})
-    pool.server.script = lambda call: call.send(whole(said))
+    lasting_pool.server.script = lambda call: call.send(whole(said))
 
-    answer = pool.post(COMPLETIONS, body_of(COMPLETIONS))
+    answer = lasting_pool.post(COMPLETIONS, body_of(COMPLETIONS, metadata={}))
 
     assert (answer.status, answer.is_whole, answer.body == said) == (200, True, True)
 
 
-def test_requests_that_cannot_be_proven_or_need_their_text_go_as_they_are(pool: IdPool) -> None:
+def test_requests_that_cannot_be_proven_or_need_their_text_go_as_they_are(lasting_pool: IdPool) -> None:
     bodies = [
         (CHAT, body_of(CHAT, echo=True)),
         (CHAT, body_of(CHAT, kv_transfer_params={})),
@@ -285,6 +344,6 @@ def test_requests_that_cannot_be_proven_or_need_their_text_go_as_they_are(pool: 
     ]
     for target, body in bodies:
         for _ in range(PROOFS + 1):
-            pool.server.calls.clear()
-            pool.post(target, body)
-            assert [call.body for call in pool.server.calls] == [body]
+            lasting_pool.server.calls.clear()
+            lasting_pool.post(target, body)
+            assert [call.body for call in lasting_pool.server.calls] == [body]

@@ -28,7 +28,8 @@ BLOCK = 16
 AGENTS, WORKERS = 64, 2
 OURS = "kv", "sessions", 2.0
 SEEDS = range(1, 1 + int(os.environ.get("POOLGRID_AGENT_SEEDS", "1")))  # `make long` plays five
-LONG = pytest.mark.skipif("POOLGRID_AGENT_SEEDS" not in os.environ, reason="a minute of simulation: make long")
+IS_LONG = "POOLGRID_AGENT_SEEDS" in os.environ
+LONG = pytest.mark.skipif(not IS_LONG, reason="a minute of simulation: make long")
 
 
 @cache
@@ -161,7 +162,8 @@ def test_agents_that_say_the_same_are_never_taken_for_each_other() -> None:
 
 
 def test_admission_changes_nothing_where_all_sessions_fit() -> None:
-    kv, ours = played("kv", "", 0.5), played("kv", "sessions", 0.5)
+    load = workload() if IS_LONG else agent_workload(workload().plan.first(AGENTS), BLOCK)
+    kv, ours = play(load, "kv", "", 0.5), play(load, "kv", "sessions", 0.5)
 
     assert ours["waited_turns"] == 0
     for name in ("cached_token_ratio", "turns_per_minute"):

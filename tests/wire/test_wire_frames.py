@@ -12,6 +12,7 @@ import struct
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -803,10 +804,7 @@ class TestHostileBytes:
             assert _fault(name, FRAMES[source]) is not None
 
     @pytest.mark.parametrize("name", CODECS)
-    @pytest.mark.parametrize("depth", [10_000, 1_000_000])
-    @pytest.mark.parametrize(
-        "opening", [b"\x91", b"\x81\x01", b"\xdd\x00\x00\x00\x01"], ids=["array", "map", "array32"]
-    )
+    @for_each("depth, opening", product([10_000, 1_000_000], [b"\x91", b"\x81\x01", b"\xdd\x00\x00\x00\x01"]))
     def test_deep_nesting_is_a_decode_error(self, name: str, depth: int, opening: bytes) -> None:
         """At the top, and where it hides best: in a trailing field that the reader skips.
 
@@ -820,9 +818,8 @@ class TestHostileBytes:
         assert _fault(name, nested) is not None
         assert _fault(name, skipped) is not None or (depth < 1_000_000 and sys.version_info >= (3, 14))
 
-    @pytest.mark.parametrize("claimed", [U32_MAX, 2**28])
-    @pytest.mark.parametrize("kind", HEADERS)
     @pytest.mark.parametrize("name", CODECS)
+    @for_each("kind, claimed", product(HEADERS, [U32_MAX, 2**28]))
     def test_a_claimed_length_is_never_allocated(self, name: str, kind: str, claimed: int) -> None:
         """The claim replaces each value of each golden frame in turn; the peak stays in proportion to the bytes."""
         claim = HEADERS[kind] + struct.pack(">I", claimed)

@@ -27,7 +27,8 @@ async def main(arguments: argparse.Namespace) -> None:
     server = VllmServer(context, options)
     server.publish_at(events["endpoint"], events["replay_endpoint"])
     stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    for number in (signal.SIGTERM, signal.SIGINT):  # left open, the context may wait for ever at the process's end
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await server.start(arguments.port)
     say(f"serving {arguments.model}")
     await stop.wait()

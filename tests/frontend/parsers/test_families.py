@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -19,10 +21,11 @@ from poolgrid.kernel.output_formats import (
     reasoning_format,
 )
 from poolgrid.server.frontend.parsers.formats import AUTO, OutputFormat, ToolUse
-from poolgrid.server.frontend.parsers.pieces import OutputParser, PieceKind
+from poolgrid.server.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind
+from tests.cases import for_each
 from tests.examples import examples
 from tests.frontend.parsers.samples import SAMPLES, SCHEMAS, USE, Call
-from tests.frontend.parsers.test_golden import read
+from tests.frontend.parsers.test_golden import answer_of, read
 from tests.frontend.parsers.transcripts import Answer
 from tests.frontend.parsers.writers import WRITERS, Writer
 
@@ -60,7 +63,7 @@ def test_each_format_has_a_writer() -> None:
 
 
 @forms
-@pytest.mark.parametrize("sample", SAMPLES)
+@for_each("sample", SAMPLES)
 def test_calls_are_read_as_they_were_meant_however_they_are_cut(name: str, writer: Writer, sample: str) -> None:
     text = writer(SAMPLES[sample])
     for parts in cuts(text):
@@ -80,11 +83,14 @@ def test_arguments_come_while_they_are_written(name: str, writer: Writer) -> Non
     ):
         parser = fresh(name)
         heard = written = ""
+        rest = deque(map(str, told))
+        begun: list[str] = []
         for character in writer([call]):
             written += character
             heard += "".join(text for kind, text in parser.feed(character) if kind is PieceKind.ARGUMENTS)
             if character in "\n,":
-                begun = [each for each in map(str, told) if each in written]
+                while rest and rest[0] in written:
+                    begun.append(rest.popleft())
                 assert len(begun) < 3 or begun[-3] in heard, written[-100:]
         assert json.loads(heard) == call.arguments
 
@@ -142,9 +148,11 @@ def test_an_answer_cut_in_its_calls_has_the_calls_before_and_the_beginning_of_th
     calls = (*SAMPLES["two"], *SAMPLES["list of objects"])
     text = writer(calls)
     whole = read(fresh(name), [text]).calls
+    by_letter, heard = fresh(name), list[AnswerPiece]()
     for at in range(len(text)):
         found = read(fresh(name), [text[:at]])
-        assert read(fresh(name), list(text[:at])) == found
+        assert answer_of([*heard, *copy.deepcopy(by_letter).finish()]) == found
+        heard += by_letter.feed(text[at])
         for (name_found, arguments), (name_meant, meant) in zip(found.calls, whole, strict=False):
             assert name_found == name_meant
             certain = arguments[: max(0, len(arguments) - TAIL_CHARS)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from poolgrid.kernel.output_formats import CALL_NAMES, REASONING_NAMES
 from poolgrid.server.frontend.parsers.formats import OutputFormat
-from poolgrid.server.frontend.parsers.pieces import OutputParser, PieceKind
+from poolgrid.server.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind
 from tests.examples import examples
 from tests.frontend.parsers.transcripts import TOOLS, TRANSCRIPTS, Answer, Transcript
 
@@ -26,18 +26,22 @@ def parser_of(transcript: Transcript) -> OutputParser:
 
 
 def read(parser: OutputParser, parts: Sequence[str]) -> Answer:
+    pieces = [piece for part in parts for piece in parser.feed(part)]
+    return answer_of([*pieces, *parser.finish()])
+
+
+def answer_of(pieces: Iterable[AnswerPiece]) -> Answer:
     content = reasoning = ""
     calls: list[tuple[str, str]] = []
-    for pieces in [*(parser.feed(part) for part in parts), parser.finish()]:
-        for kind, text in pieces:
-            if kind is PieceKind.CONTENT:
-                content += text
-            elif kind is PieceKind.REASONING:
-                reasoning += text
-            elif kind is PieceKind.CALL:
-                calls.append((text, ""))
-            else:
-                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    for kind, text in pieces:
+        if kind is PieceKind.CONTENT:
+            content += text
+        elif kind is PieceKind.REASONING:
+            reasoning += text
+        elif kind is PieceKind.CALL:
+            calls.append((text, ""))
+        else:
+            calls[-1] = (calls[-1][0], calls[-1][1] + text)
     return Answer(content, reasoning, tuple(calls))
 
 

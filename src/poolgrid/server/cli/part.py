@@ -264,7 +264,7 @@ class Part:
     async def stopped(self) -> None:
         """Wait for the end, and make it when it does not come."""
         if self._watch is not None:
-            self._watch.cancel()
+            await cancel_all([self._watch])
         if self._process is None:
             return
         try:
@@ -274,6 +274,9 @@ class Part:
             log.warning("%s did not end within %.0f s: killing it", self.name, self._stop_timeout_s)
             await self._kill()
         self._end_group()
+        if self._copying is None and self._process.stdout is not None:
+            # Read to its end the pipe is closed; a loop that ends before leaves it open.
+            self._copying = detached(_read_to_end(self._process.stdout), f"last words of {self.name}")
         if self._copying is not None:
             # Its last words; a process of its own that outlives it may keep the pipe open.
             await asyncio.wait({self._copying}, timeout=LAST_WORDS_S)
@@ -289,6 +292,11 @@ class Part:
         if self._process is not None and self._process.returncode is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+async def _read_to_end(stdout: asyncio.StreamReader) -> None:
+    while await stdout.read(65_536):
+        pass
 
 
 async def _ended(process: Process) -> int:
