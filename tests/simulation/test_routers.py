@@ -61,7 +61,7 @@ def test_eight_routers_on_one_stream_reuse_as_much_as_one_and_far_more_than_sepa
 
 
 def test_a_burst_over_eight_routers_is_not_sent_to_the_same_idle_workers(play: Play) -> None:
-    delays = (3.0, 4.0, 5.0)  # the share differs by half between them
+    delays = (1.0, 3.0, 5.0, 8.0)  # the share differs by half between them
     one = [play(RouterFleet(1, delay)) for delay in delays]
     herd = [play(RouterFleet(8, delay, crowding_retries=0)) for delay in delays]
     bounded = [play(RouterFleet(8, delay)) for delay in delays]
