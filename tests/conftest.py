@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import importlib
 import inspect
 import os
 import re
@@ -97,43 +95,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["SSL_CERT_FILE"] = str(path)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """Of a checkout without compiled files, let each of xdist's processes compile a part before it needs the others'.
-
-    All import the same files in the same order otherwise, so each of them compiles everything.
-    """
-    place = getattr(session.config, "workerinput", None)
-    if place is None or session.config.args != session.config.getini("testpaths"):
-        return
-    root = session.config.rootpath
-    paths = sorted((root / "tests").rglob("test_*.py"))
-    for path in paths[int(place["workerid"].removeprefix("gw")) :: place["workercount"]]:
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # which collecting it reports
-            importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give xdist's processes whole files, but all tests of a pool that modules share to one of them, as each that has
-    such a test starts the pool."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
-
-    scheduler = LoadFileScheduling(config, log)
-    file_of = scheduler._split_scope
-
-    def unit_of(nodeid: str) -> str:
-        shared = re.match(r"tests/proxy/.*?\[((?:global )?router)\b", nodeid)
-        return str(file_of(nodeid)) if shared is None else shared[1]
-
-    scheduler._split_scope = unit_of
-    return scheduler
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that start processes first: one that takes half a minute and comes last leaves a core idle."""
+    """Put files that start processes first: one that takes half a minute and comes last leaves a core idle.
+
+    With ``--dist loadgroup`` a process gets whole files, but all tests of a pool that modules share go to one of them:
+    each process that has such a test starts the pool.
+    """
+    for item in items:
+        shared = re.search(r"\[((?:global )?router)\b", item.name) if "proxy" in item.path.parts else None
+        item.add_marker(pytest.mark.xdist_group(str(item.path) if shared is None else shared[1]))
     with_processes = {item.path for item in items if item.get_closest_marker("e2e") is not None}
     items.sort(key=lambda item: item.path not in with_processes)
 
