@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from poolgrid.process.plugins import POLICIES, load_plugin, plugin_names, policy_names
+from poolgrid.process.plugins import POLICIES, check_policy_name, load_plugin
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, Policy, PolicyOptions
@@ -52,9 +52,10 @@ def make_state(settings: RouterSettings, policy: Policy | None = None) -> Router
 
 def _loaded(name: str) -> Any:
     module, colon, attribute = name.partition(":")
-    if not colon and name not in plugin_names(POLICIES):
-        names = policy_names()
-        raise PolicyError(f"--policy {name}: unknown, allowed are {', '.join(names)}, or module:Class")
+    try:
+        check_policy_name(name)
+    except ValueError as error:
+        raise PolicyError(str(error)) from None
     try:
         return getattr(importlib.import_module(module), attribute) if colon else load_plugin(POLICIES, name)
     except Exception as error:

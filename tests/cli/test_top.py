@@ -388,14 +388,9 @@ class TestTop:
         assert watch(url, 1.0, once=True) == 1
         assert "does not answer" in " ".join(capsys.readouterr().out.split())
 
-    @pytest.mark.parametrize(
-        ("url", "interval_s", "words"), [("h:80", 1.0, "url is 'h:80'"), ("http://h", 0.0, "interval is 0.0 s")]
-    )
-    def test_bad_input_is_a_clear_error(
-        self, url: str, interval_s: float, words: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert watch(url, interval_s, once=True) == 2
-        assert words in " ".join(capsys.readouterr().err.split())
+    def test_an_interval_of_nothing_is_a_clear_error(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert watch("http://h", 0.0, once=True) == 2
+        assert "interval is 0.0 s" in " ".join(capsys.readouterr().err.split())
 
     def test_it_keeps_asking_through_faults_until_ctrl_c(self, capsys: pytest.CaptureFixture[str]) -> None:
         asked: list[str] = []

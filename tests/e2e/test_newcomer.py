@@ -157,5 +157,5 @@ def test_a_port_that_is_taken_is_a_clear_error(pool: Process) -> None:
         _, errors = router.stop()
 
     assert status == 1
-    assert f"binding port: 127.0.0.1:{port} cannot be used" in errors
+    assert f"--port: 127.0.0.1:{port} cannot be used" in errors
     assert ready_workers(pool.url) == ["worker-0", "worker-1"]

@@ -146,7 +146,7 @@ def test_without_the_package_a_worker_says_what_is_missing(monkeypatch: pytest.M
     assert "Traceback" not in errors
 
 
-TRANSPORT = os.environ.get("POOLGRID_TEST_TENSOR_TRANSPORT", "zmq")
+TRANSPORT = os.environ.get("POOLGRID_TRANSPORT_UNDER_TEST", "zmq")
 """How embeddings travel; ``python -m tests.nixl`` says ``nixl``."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.clock import AwakeClock, Clock
-from poolgrid.process.settings import Settings
+from poolgrid.process.plugins import is_installed
+from poolgrid.process.settings import OptionError, Settings
 from poolgrid.transport.planes import PlaneContext
 from poolgrid.wire.card import WorkerCard
 from poolgrid.workers.engines.protocol import Engine, ForwardBooks, UntilKnown
@@ -106,6 +108,8 @@ class EngineDefinition(Generic[S]):
     it. May take minutes, and is cancelled when the worker is stopped meanwhile."""
     shortest_timeout_ms: Callable[[S], float]
     """The shortest time after which this engine's worker gives a request or a peer up."""
+    library: str = ""
+    """The Python package that it drives; empty = none."""
     about: str = ""
     """Text of the page of settings above its table."""
     tables: tuple[type[Settings], ...] = ()
@@ -127,6 +131,14 @@ class EngineDefinition(Generic[S]):
     ``None`` = it has no files."""
     start_plan: Callable[[S], StartPlan] | None = None
     """What ``--print-engine-args`` prints; raises ``ValueError`` saying what is wrong. ``None`` = there are none."""
+
+    def check_installed(self) -> None:
+        """Raise ``OptionError`` where the library is absent: found before a model is fetched for it."""
+        if self.library and not is_installed(self.library):
+            raise OptionError(
+                f"--engine: the package {self.library} of {self.title} is not installed in this Python "
+                f"({sys.executable}); start poolgrid where it is, or use --engine simulated"
+            )
 
 
 def close_in_order(opened: AsyncExitStack, close: Callable[[bool], None]) -> None:

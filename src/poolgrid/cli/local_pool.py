@@ -57,7 +57,7 @@ from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.process.figures import counted
 from poolgrid.process.nats_settings import EventPlaneSettings
-from poolgrid.process.settings import InputFile
+from poolgrid.process.settings import InputFile, OutputDirectory
 from poolgrid.process.tasks import cancel_all, detached, owned
 from poolgrid.transport.bound_socket import ReservedPorts, listen
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
@@ -68,7 +68,7 @@ from poolgrid.wire.addresses import bracketed
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.selection import AskStatus, PoolStatus
 from poolgrid.workers.core.timing import PUBLISHED, TIMINGS, Timing
-from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, read_entry
+from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, ServerEntry, read_entry
 from poolgrid.workers.settings import MODALITY_HELP, Modality
 
 log = logging.getLogger(__name__)
@@ -237,8 +237,10 @@ def _check_servers(urls: Sequence[str]) -> None:
     given = by_role(urls)
     if "encode" in given:
         raise ValueError("engine_url has encode=URL: servers in front of others are prefill and decode")
-    for url in urls:
-        read_entry(url.removeprefix("worker="))
+    entries = [read_entry(url.removeprefix("worker=")) for url in urls]
+    twice = next((each.url for each in entries if isinstance(each, ServerEntry) and entries.count(each) > 1), None)
+    if twice is not None:
+        raise ValueError(f"engine_url is {twice} more than once: a server has one worker")
     if "prefill" in given and "decode" not in given:
         raise ValueError("engine_url names prefill servers and no decode=URL to continue their requests")
 
@@ -316,7 +318,7 @@ class UpSettings(EventPlaneSettings):
             "(measured), or your own JSON file."
         ),
     )
-    data_dir: Path | None = Field(
+    data_dir: OutputDirectory | None = Field(
         None,
         description=(
             "Keep the journal and the recorded decisions in this directory. Unset = a temporary one; with "
@@ -389,7 +391,7 @@ class UpSettings(EventPlaneSettings):
         False,
         description="Print every process, its GPUs, port and command, and whether the GPUs exist. Start nothing.",
     )
-    log_dir: Path | None = Field(
+    log_dir: OutputDirectory | None = Field(
         None,
         description=(
             "Write a log file per worker into this directory. Unset = poolgrid-logs with a real engine, "

@@ -18,13 +18,12 @@ from urllib.parse import urlsplit
 
 import click
 
+from poolgrid.cli.command_line import API_KEY_VARIABLE
 from poolgrid.cli.options import environment_name
 from poolgrid.wire.addresses import is_name, parse_name, without_credentials
 
 if TYPE_CHECKING:
     from poolgrid.discovery.settings import DiscoverySettings
-
-API_KEY_VARIABLE = "POOLGRID_API_KEY"
 
 KEY_NOTE = f"A router that takes API keys asks for one here too: put an operator's key into {API_KEY_VARIABLE}."
 """Help text of commands that contact a router."""

@@ -63,6 +63,7 @@ ENGINE = EngineDefinition(
     settings=TrtllmWorkerSettings,
     open=_open,
     shortest_timeout_ms=_shortest_timeout_ms,
+    library="tensorrt_llm",
     about="With `--engine trtllm`. `--print-engine-args` prints what the engine would get and where each value came "
     "from ([what wins](trtllm_configuration.md#precedence)), and starts nothing.",
     tables=(TrtllmSettings, TrtllmWorkerSettings, TensorSettings, StepTimesSettings),

@@ -26,11 +26,13 @@ from poolgrid.cli.local_pool import LocalPool, ServersInFront, UpSettings, plan,
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.part import PartFailed, part_environment
 from poolgrid.cli.service_process import log_failure, say_ready, start_status
+from poolgrid.frontend.access import key_file
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import NO_TOKENIZER
 from poolgrid.process import lifecycle
+from poolgrid.process.plugins import check_policy_name
 from poolgrid.process.tasks import unless
-from poolgrid.workers.engines.registry import engines
+from poolgrid.workers.engines.registry import engine_definition, engines
 
 if TYPE_CHECKING:
     from poolgrid.cli.fleet import FrontFleet
@@ -47,6 +49,7 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
         return 2
     try:
         settings.log_choice.configure("up")
+        check_first(settings)
         settings = with_directory(settings, "served_model_name", weights=settings.real, dry_run=settings.dry_run)
         if settings.has_servers:
             return run_front(settings) if settings.pools is None else run_front_fleet(settings, settings.pools)
@@ -67,6 +70,18 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
         for warning in worker.warnings:
             log.warning("%s: %s", worker.name, warning)
     return _run(lambda directory: LocalPool(settings, settings.data_dir or directory, workers))
+
+
+def check_first(settings: UpSettings) -> None:
+    """Raise ``ValueError`` for what a part would end with after seconds."""
+    check_policy_name(settings.policy)
+    if settings.api_keys is not None:
+        try:
+            key_file.read(settings.api_keys)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--api-keys {error}") from None
+    if settings.real and not settings.dry_run and settings.engine in engines():
+        engine_definition(settings.engine).check_installed()
 
 
 def print_plan(planned: Sequence[PlannedPart], as_json: bool) -> int:
