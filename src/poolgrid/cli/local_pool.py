@@ -744,6 +744,9 @@ class LocalPool:
         """Wait until a worker is not started again any more; return why."""
         return await first_given_up(self._workers)
 
+    def ingests(self) -> list[str]:
+        return [f"ingest={self._ingest}"] if self._ingest else []
+
     def greeting(self, url: str) -> str:
         settings = self._settings
         if self._servers is not None and not self._servers.answered:

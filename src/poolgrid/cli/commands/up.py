@@ -2,7 +2,7 @@
 
 `poolgrid up`: a pool or a fleet on one machine, each part a process of its own, watched until the end.
 
-``ready URL`` is printed once every part is ready. The status is 1 when a part did not start; a part
+``ready URL ingest=ADDRESS`` is printed once every part is ready. The status is 1 when a part did not start; a part
 that dies later is started again, and ends nothing unless it has died too often in a row.
 """
 
@@ -186,6 +186,10 @@ class Local(Protocol):
         """Start every part; return the URL of the OpenAI API once it can serve."""
         ...
 
+    def ingests(self) -> list[str]:
+        """Return where further workers join, as words of the ready line."""
+        ...
+
     def greeting(self, url: str) -> str: ...
 
     async def given_up(self) -> str:
@@ -223,7 +227,7 @@ async def _start(local: Local) -> None:
     url = await local.start()
     sys.stderr.write(local.greeting(url))
     sys.stderr.flush()
-    say_ready(url)
+    say_ready(url, *local.ingests())
 
 
 BASICS = (
