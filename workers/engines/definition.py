@@ -137,7 +137,7 @@ class EngineDefinition(Generic[S]):
         if self.library and not is_installed(self.library):
             raise OptionError(
                 f"--engine: the package {self.library} of {self.title} is not installed in this Python "
-                f"({sys.executable}); start poolgrid where it is, or use --engine simulated"
+                f"({sys.executable}); start poolgrid where it is, or name another engine"
             )
 
 

@@ -344,7 +344,11 @@ class UpSettings(EventPlaneSettings):
         ),
     )
     policy: str = Field(
-        "kv", description="Choose how a worker is selected; `poolgrid router --help` lists the policies."
+        "kv",
+        description=(
+            "Choose how a worker is selected: kv, approximate, field, least-loaded, lmetric, random, round-robin, or "
+            "your module:Class."
+        ),
     )
     model_path: Path = Field(
         TINY_MODEL_PATH,

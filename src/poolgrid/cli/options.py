@@ -243,7 +243,8 @@ def _shared_option(
     text = "; ".join(f"{', '.join(engines)}: {each}" for each, engines in texts.items()) + "."
     if len(texts) == 1:
         text = first.description or ""
-    default = ", ".join(f"{each or 'none'} ({chosen})" for chosen, each in shown.items())
+    engines = {each: [chosen for chosen, of in shown.items() if of == each] for each in shown.values()}
+    default = ", ".join(f"{each or 'none'} ({', '.join(names)})" for each, names in engines.items())
     return _option(
         name,
         first,
