@@ -230,7 +230,7 @@ export function workerBody(worker, { conversations, requests, flow, nowMs, openR
     ["requests", `${count(worker.running)} running, ${count(worker.waiting)} waiting`],
     worker.prefill_tokens !== undefined && ["tokens to prefill", counted(worker.prefill_tokens, "token")],
     ["cached", `${count(worker.held)} of ${counted(worker.total, "block")}, ${percent(full)}`],
-    worker.service && ["TTFT, last minute", `p50 ${milliseconds(worker.service.p50)}, p99 ${milliseconds(worker.service.p99)}`],
+    worker.service && ["TTFT from the choice, last minute", `p50 ${milliseconds(worker.service.p50)}, p99 ${milliseconds(worker.service.p99)}`],
     worker.service && ["throughput, last minute", `${rate(worker.service.requests)} requests/s, ${rate(worker.service.tokens)} prompt tokens/s`],
     ["stored", `${rate(flow.stored)} blocks/s`],
     ["evicted", `${rate(flow.removed)} blocks/s`],

@@ -35,7 +35,7 @@ FIGURES: tuple[tuple[float, tuple[str, ...]], ...] = (
 
 RECORDED = "recorded"
 
-REUSE_POINTS_MAX, TTFT_FACTOR_MAX = 5.0, 1.5
+REUSE_POINTS_MAX, TTFT_FACTOR_MAX = 2.0, 1.5
 """Differences to what was measured up to which a simulation reproduces it: smaller than those between policies."""
 
 BASICS = (
