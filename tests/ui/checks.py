@@ -315,7 +315,8 @@ def worker_shows_its_service(browser: Browser) -> None:
     browser.wait(
         "TTFT and throughput of a worker",
         "const said = document.getElementById('sheet').textContent;"
-        "return /TTFT from the choice, last minutep50 [\\d.]+ m?s/.test(said) && /last minute[\\d.]+ requests.s/.test(said)",
+        "return /TTFT from the choice, last minutep50 [\\d.]+ m?s/.test(said)"
+        " && /last minute[\\d.]+ requests.s/.test(said)",
         timeout_s=30,
     )
     browser.press(ESCAPE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
@@ -14,8 +13,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.clock import AwakeClock, Clock
-from poolgrid.process.plugins import is_installed
-from poolgrid.process.settings import OptionError, Settings
+from poolgrid.process.settings import Settings
 from poolgrid.transport.planes import PlaneContext
 from poolgrid.wire.card import WorkerCard
 from poolgrid.workers.engines.protocol import Engine, ForwardBooks, UntilKnown
@@ -108,8 +106,8 @@ class EngineDefinition(Generic[S]):
     it. May take minutes, and is cancelled when the worker is stopped meanwhile."""
     shortest_timeout_ms: Callable[[S], float]
     """The shortest time after which this engine's worker gives a request or a peer up."""
-    library: str = ""
-    """The Python package that it drives; empty = none."""
+    check_library: Callable[[], None] = lambda: None
+    """Raises ``OptionError`` where the package that it drives is absent, which is found before a model is fetched."""
     about: str = ""
     """Text of the page of settings above its table."""
     tables: tuple[type[Settings], ...] = ()
@@ -131,14 +129,6 @@ class EngineDefinition(Generic[S]):
     ``None`` = it has no files."""
     start_plan: Callable[[S], StartPlan] | None = None
     """What ``--print-engine-args`` prints; raises ``ValueError`` saying what is wrong. ``None`` = there are none."""
-
-    def check_installed(self) -> None:
-        """Raise ``OptionError`` where the library is absent: found before a model is fetched for it."""
-        if self.library and not is_installed(self.library):
-            raise OptionError(
-                f"--engine: the package {self.library} of {self.title} is not installed in this Python "
-                f"({sys.executable}); start poolgrid where it is, or name another engine"
-            )
 
 
 def close_in_order(opened: AsyncExitStack, close: Callable[[bool], None]) -> None:

@@ -16,7 +16,6 @@ import zmq.asyncio
 
 from tests.fakes.engine_server.vllm import Options, VllmServer
 
-
 READERS_BLOCKS = 65_536
 
 

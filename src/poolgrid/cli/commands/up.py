@@ -81,7 +81,7 @@ def check_first(settings: UpSettings) -> None:
         except (OSError, ValueError) as error:
             raise ValueError(f"--api-keys {error}") from None
     if settings.real and not settings.dry_run and settings.engine in engines():
-        engine_definition(settings.engine).check_installed()
+        engine_definition(settings.engine).check_library()
 
 
 def print_plan(planned: Sequence[PlannedPart], as_json: bool) -> int:
