@@ -38,7 +38,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 from pydantic import Field, StringConstraints, model_validator
 
-from poolgrid.cli.command_line import FORMAT_HELP, LEVEL_HELP, LogChoice
+from poolgrid.cli.command_line import API_KEY_VARIABLE, FORMAT_HELP, LEVEL_HELP, LogChoice
 from poolgrid.cli.launch_plan import (
     ANY,
     INGEST,
@@ -52,7 +52,7 @@ from poolgrid.cli.launch_plan import (
 )
 from poolgrid.cli.options import arguments_of, environment_name
 from poolgrid.cli.part import START_TIMEOUT_S, STOP_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
-from poolgrid.cli.router_client import API_KEY_VARIABLE, api_key_headers, key_hint
+from poolgrid.cli.router_client import api_key_headers, key_hint
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.process.figures import counted

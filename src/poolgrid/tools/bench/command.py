@@ -18,9 +18,9 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
+from poolgrid.cli.command_line import API_KEY_VARIABLE, cannot_write, command, json_text, print_json
 from poolgrid.cli.options import with_settings
-from poolgrid.cli.router_client import API_KEY_VARIABLE, api_key_headers, url_of
+from poolgrid.cli.router_client import api_key_headers, url_of
 from poolgrid.process import lifecycle
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.tasks import unless

@@ -13,9 +13,9 @@ import zmq
 from rich.console import Console
 from rich.text import Text
 
-from poolgrid.cli.command_line import cannot_write, command, print_json
+from poolgrid.cli.command_line import API_KEY_VARIABLE, cannot_write, command, print_json
 from poolgrid.cli.options import with_settings
-from poolgrid.cli.router_client import API_KEY_VARIABLE, api_key_headers
+from poolgrid.cli.router_client import api_key_headers
 from poolgrid.process import lifecycle
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.figures import UNKNOWN, counted, milliseconds
