@@ -198,7 +198,7 @@ class TestView:
         assert "offset 1,234" in headline
         assert re.split(r"\s{2,}", worker.strip()) == [
             "w1/3", "aggregated", "tiny", "ready", "live", "5", "2", "███░░░░░░░", "30%",
-            "90%", "899", "4,096", "3 ms", "2.5 s", "12,345",
+            "90.0%", "899", "4,096", "3 ms", "2.5 s", "12,345",
         ]  # fmt: skip
         assert text.index("w0") < text.index("w1/3"), "sorted by name"
         decision = next(line for line in lines if "r-77" in line)
@@ -212,7 +212,7 @@ class TestView:
 
         worker = next(line for line in text.splitlines() if "w1/3" in line)
         assert re.split(r"\s{2,}", worker.strip()) == [
-            "w1/3", "aggregated", "ready", "live", "5", "2", "███░░░░░░░", "30%", "90%", "12,345",
+            "w1/3", "aggregated", "ready", "live", "5", "2", "███░░░░░░░", "30%", "90.0%", "12,345",
         ]  # fmt: skip
         assert max(map(len, text.splitlines())) <= 80
         assert "…" not in text

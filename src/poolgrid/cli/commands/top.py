@@ -165,7 +165,7 @@ WORKER_COLUMNS: tuple[Column[WorkerRow], ...] = (
     Column("run", lambda row: f"{row.running_requests:,}"),
     Column("wait", lambda row: f"{row.waiting_requests:,}"),
     Column("active", lambda row: usage_bar(row.active_blocks, row.total_blocks)),
-    Column("cached", lambda row: percent(row.cached_blocks / row.total_blocks if row.total_blocks else None, 0)),
+    Column("cached", lambda row: percent(row.cached_blocks / row.total_blocks if row.total_blocks else None)),
     Column("indexed", lambda row: f"{row.indexed_blocks:,}", optional=True),
     Column("prefill tok", lambda row: f"{row.prefill_tokens:,}", optional=True),
     Column("lag", lambda row: milliseconds(row.event_lag_ms), optional=True),
