@@ -30,6 +30,7 @@ MISTAKES = {
     ("up", "--data-dir", "FILE", *ANY): "--data-dir FILE: it is a file, needed is a directory",
     ("up", "--data-dir", "FILE/below", *ANY): "--data-dir FILE/below: FILE is a file, needed is a directory",
     ("up", "--api-keys", "FILE", *ANY): "--api-keys FILE: it is not JSON (Input data was truncated); poolgrid keys",
+    ("up", "--settings-file", "FILE", *ANY): "--settings-file FILE: is not TOML: ",
     ("up", "--host", "192.0.2.1", *ANY): "--host 192.0.2.1: no address of this machine",
     ("up", "--port", "TAKEN"): "--port: 127.0.0.1:TAKEN cannot be used (Address already in use); choose a free port",
     ("router", "--data-dir", "FILE"): "--data-dir FILE: it is a file, needed is a directory",

@@ -98,7 +98,7 @@ def with_settings(
         @functools.wraps(function)
         def run(**values: Any) -> Any:
             file = values.pop(SETTINGS_FILE, None) if from_file else None
-            of_file = {} if file is None else _read_settings(file, fields)
+            of_file = {} if file is None else read_settings(file, fields)
             given = {**of_file, **_given(values, fields)}
             rest = {name: value for name, value in values.items() if name not in fields}
             return function(*(_build(model, given, names) for model in models), **rest)
@@ -187,7 +187,7 @@ def _given(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, An
     return {name: value for name, value in values.items() if name in fields and value is not None and value != ()}
 
 
-def _read_settings(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+def read_settings(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     """Return the settings of a file; ends the command with status 2 when it cannot be used."""
     found: dict[str, Any] = {}
     try:

@@ -23,7 +23,7 @@ from poolgrid.cli.command_line import command, print_json
 from poolgrid.cli.hub_model import with_directory
 from poolgrid.cli.launch_plan import OptionProblem, PlannedPart, show, usable_on_this_machine
 from poolgrid.cli.local_pool import LocalPool, ServersInFront, UpSettings, plan, plan_engines, planned_parts
-from poolgrid.cli.options import with_settings
+from poolgrid.cli.options import read_settings, with_settings
 from poolgrid.cli.part import PartFailed, part_environment
 from poolgrid.cli.service_process import log_failure, say_ready, start_status
 from poolgrid.frontend.access import key_file
@@ -73,13 +73,19 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
 
 
 def check_first(settings: UpSettings) -> None:
-    """Raise ``ValueError`` for what a part would end with after seconds."""
+    """Raise ``ValueError``, or end with status 2, for what a part would end with after seconds."""
     check_policy_name(settings.policy)
     if settings.api_keys is not None:
         try:
             key_file.read(settings.api_keys)
         except (OSError, ValueError) as error:
             raise ValueError(f"--api-keys {error}") from None
+    if settings.settings_file is not None:
+        from poolgrid.cli.commands.router import MODELS
+
+        read_settings(
+            settings.settings_file, {name: each.model_fields[name] for each in MODELS for name in each.model_fields}
+        )
     if settings.real and not settings.dry_run and settings.engine in engines():
         engine_definition(settings.engine).check_library()
 
