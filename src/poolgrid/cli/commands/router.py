@@ -13,8 +13,6 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.router.settings import RouterSettings
 
-MODELS = (RouterSettings, FrontendSettings, ConsolidatorSettings)
-
 BASICS = (
     "host",
     "port",
@@ -31,7 +29,7 @@ BASICS = (
 
 
 @command()
-@with_settings(*MODELS, from_file=True, basics=BASICS)
+@with_settings(RouterSettings, FrontendSettings, ConsolidatorSettings, from_file=True, basics=BASICS)
 @log_options
 def router(
     settings: RouterSettings,

@@ -81,11 +81,12 @@ def check_first(settings: UpSettings) -> None:
         except (OSError, ValueError) as error:
             raise ValueError(f"--api-keys {error}") from None
     if settings.settings_file is not None:
-        from poolgrid.cli.commands.router import MODELS
+        from poolgrid.consolidator.settings import ConsolidatorSettings
+        from poolgrid.frontend.settings import FrontendSettings
+        from poolgrid.router.settings import RouterSettings
 
-        read_settings(
-            settings.settings_file, {name: each.model_fields[name] for each in MODELS for name in each.model_fields}
-        )
+        of_router = RouterSettings.model_fields | FrontendSettings.model_fields | ConsolidatorSettings.model_fields
+        read_settings(settings.settings_file, of_router)
     if settings.real and not settings.dry_run and settings.engine in engines():
         engine_definition(settings.engine).check_library()
 
