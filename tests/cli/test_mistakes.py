@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from poolgrid.cli.main import app
+from poolgrid.cli.part import Part
 
 ANY = ("--port", "0")
 MISTAKES = {
@@ -51,7 +52,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("typed", MISTAKES, ids=" ".join)
-def test_a_mistake_is_refused_with_the_words_typed(typed: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_mistake_is_refused_with_the_words_typed(
+    typed: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(part: Part) -> None:
+        raise AssertionError(f"{part.name} was started")
+
+    monkeypatch.setattr(Part, "start", start)
     (tmp_path / "FILE").write_text("{")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
