@@ -44,6 +44,11 @@ MISTAKES = {
     ("worker", "--engine-url", "http://a:1"): "--engine-url: --engine simulated has no such option",
     ("top", "--url", "gpu1:8000"): "Invalid value for '--url': 'gpu1:8000' is none, allowed are http://HOST[:PORT]",
     ("explain", "turn-2", "--url", "gpu1"): "Invalid value for '--url': 'gpu1' is none, allowed are http://HOST[:PORT]",
+    (
+        "bench",
+        "--url",
+        "gpu1:8000",
+    ): "--url gpu1:8000: 'gpu1:8000' begins with neither http:// nor https://",
     ("upp",): "No such command 'upp'. Did you mean 'up'?",
     ("POOLGRID_POLCY=kv", "up"): "POOLGRID_POLCY is no variable of poolgrid; did you mean POOLGRID_POLICY?",
     ("POOLGRID_PORT=abc", "up"): "Invalid value for POOLGRID_PORT: 'abc' is not a valid integer",
