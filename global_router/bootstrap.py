@@ -185,7 +185,12 @@ async def serve(
             instance = "global-router" if place is None else f"global-router.{place.index}"
             await names.register(GLOBAL_ROUTER, instance, {"http": settings.reachable(server.url)})
             opened.push_async_callback(names.withdraw)
-        log.info("global router at %s, revision 1; pools missing: %s", server.url, ", ".join(missing) or "none")
+        log.info("global router at %s, revision 1", server.url)
+        if missing:
+            log.warning(
+                "pools without a router that answers: %s; name its address with --pool-url %s=http://HOST:PORT",
+                *(", ".join(missing), missing[0]),
+            )
         ready(server.url, *([f"admin={server.admin_url}"] if server.admin_url else []))
         await stop.wait()
 

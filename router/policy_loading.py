@@ -15,7 +15,7 @@ from poolgrid.kernel.projection.projection import Projection
 from poolgrid.kernel.routing.kv_policy import KvAware
 from poolgrid.kernel.routing.router_state import RouterState
 from poolgrid.kernel.routing.selector import Selector
-from poolgrid.server.process.plugins import POLICIES, load_plugin, plugin_names, policy_names
+from poolgrid.server.process.plugins import POLICIES, check_policy_name, load_plugin
 from poolgrid.server.router.settings import RouterSettings
 
 
@@ -52,9 +52,10 @@ def make_state(settings: RouterSettings, policy: Policy | None = None) -> Router
 
 def _loaded(name: str) -> Any:
     module, colon, attribute = name.partition(":")
-    if not colon and name not in plugin_names(POLICIES):
-        names = policy_names()
-        raise PolicyError(f"--policy {name}: unknown, allowed are {', '.join(names)}, or module:Class")
+    try:
+        check_policy_name(name)
+    except ValueError as error:
+        raise PolicyError(str(error)) from None
     try:
         return getattr(importlib.import_module(module), attribute) if colon else load_plugin(POLICIES, name)
     except Exception as error:

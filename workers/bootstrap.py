@@ -279,6 +279,7 @@ async def _open_engine(
     settings: WorkerProcessSettings,
     around: EngineHost,
 ) -> OpenedEngine:
+    definition.check_library()
     settings = await fetched_model(settings, definition.loads(settings), definition.with_model, around.start)
     around.start.enter(Phase.LOAD)
     return await opened.enter_async_context(definition.open(settings, around))

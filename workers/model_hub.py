@@ -104,7 +104,8 @@ def _failure(doing: str, model: str, error: Exception) -> ModelHubError:
     from huggingface_hub import constants
 
     message = " ".join(str(error).split()) or type(error).__name__
-    return ModelHubError(f"{doing} {model} at {constants.ENDPOINT}: {message}")
+    advice = "A directory with config.json and tokenizer.json needs no hub."
+    return ModelHubError(f"{doing} {model} at {constants.ENDPOINT}: {message} {advice}")
 
 
 @contextmanager

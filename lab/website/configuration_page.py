@@ -173,7 +173,7 @@ The options of every command, generated from the code, each with its default; an
 `poolgrid COMMAND --help` lists the basic ones, `--help PANEL` one group, `--help-all` every option.
 
 **Environment variables.** Every option has one: `--max-queue-requests` is `POOLGRID_MAX_QUEUE_REQUESTS`, the same for
-every command. Set `POOLGRID_HOST` and similar variables per process, not per machine.
+every command. Set `POOLGRID_HOST` and similar variables per process, not per machine. A misspelt one is refused.
 
 **Precedence.** Command line, environment variable, `--settings-file` (TOML; `poolgrid router`, and `poolgrid up` for
 its routers), default.

@@ -10,6 +10,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     "Get started": ("docs/README", "docs/quickstart", "docs/tutorial", "docs/support_matrix", "docs/comparison"),
     "Guides": (
         "docs/engine_servers",
+        "docs/recipes",
         "docs/trtllm",
         "docs/trtllm_configuration",
         "engine_configs/README",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,11 +10,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from pydantic import ValidationError
+from rich.console import Console
 
-from poolgrid.plugins.bench.command import plan, run_bench
+from poolgrid.plugins.bench.command import measure_one, plan, run_bench
 from poolgrid.plugins.bench.prompt import PlannedRequest
 from poolgrid.plugins.bench.settings import BenchSettings
+from poolgrid.plugins.bench.table import report_table
 from poolgrid.plugins.bench.trace import TraceError
 from tests.bench.fake_endpoint import FakeEndpoint, serving
 
@@ -26,6 +30,7 @@ def test_a_replay_reports_the_keys_that_scripts_rely_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("poolgrid.plugins.bench.command.IN_FLIGHT_MAX", 1)
+    monkeypatch.setattr("poolgrid.plugins.bench.command.PROGRESS_LINE_MS", 0.0)
     out = tmp_path / "out.json"
     settings = {"trace": CONVERSATION, "requests": 120, "speed": 1000, "length_scale": 1 / 32, "osl": 3}
 
@@ -43,9 +48,20 @@ def test_a_replay_reports_the_keys_that_scripts_rely_on(
     assert found["ideal_cached_token_ratio"] > 0.03
     assert {name: share["requests"] for name, share in found["per_worker"].items()} == {"w0": 60, "w1": 60}
     assert sum(share["prompt_tokens"] for share in found["per_worker"].values()) == found["prompt_tokens"]
-    table = capsys.readouterr().out
-    assert "TTFT" in table
-    assert "ideal cached token ratio" in table
+    captured = capsys.readouterr()
+    assert "TTFT" in captured.out
+    assert "ideal cached token ratio" in captured.out
+    assert "replay: 60 of 120 requests, 0 errors" in captured.err, "there is no terminal"
+
+
+def test_reuse_above_the_ideal_names_its_cause() -> None:
+    with serving(FakeEndpoint()) as endpoint:
+        measured = measure_one(BenchSettings(url=endpoint.url, requests=2, concurrency=1, turns=2))
+    known = replace(measured, cached_token_ratio=0.615, ideal_cached_token_ratio=0.578)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(report_table(known))
+
+    assert "57.8%: it has seen these prompts before; take another --seed" in console.export_text()
 
 
 def test_a_refused_connection_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,18 +77,9 @@ def test_a_refused_connection_is_a_clear_error(capsys: pytest.CaptureFixture[str
     assert "is the endpoint running" in captured.err
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"url": "nowhere"}, "reading the URL 'nowhere'"),
-        ({"trace": Path("none.jsonl")}, "reading the trace none.jsonl"),
-    ],
-)
-def test_bad_input_is_a_clear_error(
-    settings: dict[str, object], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_bench(BenchSettings(**settings)) == 1
-    assert words in capsys.readouterr().err
+def test_a_trace_that_cannot_be_read_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_bench(BenchSettings(trace=Path("none.jsonl"))) == 1
+    assert "reading the trace none.jsonl" in capsys.readouterr().err
 
 
 def test_a_run_in_which_nothing_succeeds_fails_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:

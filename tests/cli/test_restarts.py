@@ -195,7 +195,7 @@ def test_only_what_a_restart_cannot_help_is_status_2(error: Exception, status: i
         (("router", "--api-keys", "/absent"), "--api-keys /absent: no such file"),
         (("router", "--feed-endpoint", "tcp://127.0.0.1:1"), "--feed-endpoint and --query-endpoint go together"),
         (("global-router",), "--config: must be given"),
-        (("up", "--policy", "foo"), "router ended with status 2 before it was ready"),
+        (("up", "--part-option", "router.index-budget-bytes=1"), "router ended with status 2 before it was ready"),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, tuple) else "",
 )

@@ -198,7 +198,7 @@ class TestView:
         assert "offset 1,234" in headline
         assert re.split(r"\s{2,}", worker.strip()) == [
             "w1/3", "aggregated", "tiny", "ready", "live", "5", "2", "███░░░░░░░", "30%",
-            "900", "899", "4,096", "3 ms", "2.5 s", "12,345",
+            "90.0%", "899", "4,096", "3 ms", "2.5 s", "12,345",
         ]  # fmt: skip
         assert text.index("w0") < text.index("w1/3"), "sorted by name"
         decision = next(line for line in lines if "r-77" in line)
@@ -212,7 +212,7 @@ class TestView:
 
         worker = next(line for line in text.splitlines() if "w1/3" in line)
         assert re.split(r"\s{2,}", worker.strip()) == [
-            "w1/3", "aggregated", "ready", "live", "5", "2", "███░░░░░░░", "30%", "900", "12,345",
+            "w1/3", "aggregated", "ready", "live", "5", "2", "███░░░░░░░", "30%", "90.0%", "12,345",
         ]  # fmt: skip
         assert max(map(len, text.splitlines())) <= 80
         assert "…" not in text
@@ -388,14 +388,9 @@ class TestTop:
         assert watch(url, 1.0, once=True) == 1
         assert "does not answer" in " ".join(capsys.readouterr().out.split())
 
-    @pytest.mark.parametrize(
-        ("url", "interval_s", "words"), [("h:80", 1.0, "url is 'h:80'"), ("http://h", 0.0, "interval is 0.0 s")]
-    )
-    def test_bad_input_is_a_clear_error(
-        self, url: str, interval_s: float, words: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert watch(url, interval_s, once=True) == 2
-        assert words in " ".join(capsys.readouterr().err.split())
+    def test_an_interval_of_nothing_is_a_clear_error(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert watch("http://h", 0.0, once=True) == 2
+        assert "interval is 0.0 s" in " ".join(capsys.readouterr().err.split())
 
     def test_it_keeps_asking_through_faults_until_ctrl_c(self, capsys: pytest.CaptureFixture[str]) -> None:
         asked: list[str] = []

@@ -317,7 +317,7 @@ ROWS: dict[str, Check] = {
     "graph with --no-kv-events": converted("--router-mode kv --no-kv-events", "policy: approximate"),
     "graph with least-loaded": converted("--router-mode least-loaded", "policy: least-loaded"),
     "graph with --router-temperature": converted(
-        "--router-mode kv --router-temperature 0.5", "--router-temperature: Policy kv takes the least cost."
+        "--router-mode kv --router-temperature 0.5", "--router-temperature: Policy kv takes the least cost"
     ),
     "graph with --kv-cache-block-size": converted(
         "--router-mode kv --kv-cache-block-size 128", "--kv-cache-block-size: The block size is that of the workers."

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from poolgrid.plugins.simulation.what_if_command import unlike_measured
 from poolgrid.server.cli.command_line import command
 from poolgrid.server.cli.main import app
 from poolgrid.server.cli.options import with_settings
@@ -64,6 +65,20 @@ def test_what_if_compares_variants_with_what_was_recorded_by_the_keys_of_simulat
     assert ratio["recorded"] > ratio["round-robin"]
     assert report["measured"]["requests"] == report["requests"]
     assert "recorded" in table
+
+
+@pytest.mark.parametrize(
+    ("reused", "ttft_ms", "is_like"), [(0.42, 80.0, True), (0.52, 80.0, False), (0.42, 1249.0, False)]
+)
+def test_a_simulation_unlike_what_was_measured_is_named_so(reused: float, ttft_ms: float, is_like: bool) -> None:
+    def figures(reused: float, ttft_ms: float) -> dict[str, object]:
+        times = {"mean": ttft_ms, "p99": ttft_ms}
+        return {"cached_token_ratio": reused, "ttft_ms": times, "itl_ms": times, "worker_tokens_max_over_mean": 1.0}
+
+    said = unlike_measured(figures(0.4244, 76.0), figures(reused, ttft_ms))
+
+    assert (said == "") == is_like
+    assert is_like or "does not reproduce what was measured: 42.44 % reused and TTFT 76.00 ms, simulated" in said
 
 
 def test_simulated_engines_are_played_as_fast_as_they_were_when_they_were_recorded(

@@ -31,7 +31,7 @@ from tests.frontend.media.samples import data_url, image, png, safetensors
 pytestmark = pytest.mark.e2e
 
 SPEC = MediaSpec(("image", "embeddings"), "<image>", None, 16, 0)
-TRANSPORT = os.environ.get("POOLGRID_TEST_TENSOR_TRANSPORT", "zmq")
+TRANSPORT = os.environ.get("POOLGRID_TRANSPORT_UNDER_TEST", "zmq")
 """How embeddings travel; ``python -m tests.nixl`` says ``nixl``."""
 
 MAKER = (

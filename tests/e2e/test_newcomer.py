@@ -150,6 +150,14 @@ def test_parts_end_when_up_itself_is_killed() -> None:
         assert not alive
 
 
+def test_a_further_worker_joins_where_up_says(pool: Process) -> None:
+    joins = ("--worker-id", "worker-9", "--served-model-name", "tiny", "--consolidator", pool.word("ingest"))
+    with Process("worker", *joins) as worker:
+        worker.wait_ready()
+        eventually("it joins", lambda: ready_workers(pool.url) == ["worker-0", "worker-1", "worker-9"])
+    eventually("it leaves", lambda: ready_workers(pool.url) == ["worker-0", "worker-1"])
+
+
 def test_a_port_that_is_taken_is_a_clear_error(pool: Process) -> None:
     port = pool.url.rpartition(":")[2]
     with Process("router", "--port", port) as router:
@@ -157,5 +165,5 @@ def test_a_port_that_is_taken_is_a_clear_error(pool: Process) -> None:
         _, errors = router.stop()
 
     assert status == 1
-    assert f"binding port: 127.0.0.1:{port} cannot be used" in errors
+    assert f"--port: 127.0.0.1:{port} cannot be used" in errors
     assert ready_workers(pool.url) == ["worker-0", "worker-1"]

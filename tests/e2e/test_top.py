@@ -18,7 +18,7 @@ import pytest
 from poolgrid.kernel.wire.answers import PlacedExplanation, RequestExplanation
 from poolgrid.kernel.wire.identifiers import name_of
 from poolgrid.server.cli.commands.top import Frame, fetch, usage_bar
-from poolgrid.server.process.figures import milliseconds
+from poolgrid.server.process.figures import milliseconds, percent
 from tests.e2e.fleet import POOL_CONFIGS, is_idle, running_fleet, small_copy
 from tests.e2e.processes import eventually, is_settled, running_pool
 
@@ -108,8 +108,8 @@ def test_top_draws_a_router_as_it_answers(router: str) -> None:
             row["worker_id"], "aggregated", "tiny", "ready", "live" if row["requests_total"] else "no events yet",
             row["verdict"], number(row["running_requests"]), number(row["waiting_requests"]),
             *re.split(r"\s{2,}", usage_bar(row["active_blocks"], row["total_blocks"]).plain),
-            number(row["cached_blocks"]), number(row["indexed_blocks"]), number(row["prefill_tokens"]),
-            number(row["requests_total"]),
+            percent(row["cached_blocks"] / row["total_blocks"]), number(row["indexed_blocks"]),
+                number(row["prefill_tokens"]), number(row["requests_total"]),
         ]  # fmt: skip
     assert [name_of(row["request_id"]) for row in decisions] == ["second", "first"]
     assert decisions[0]["overlap_blocks"] > decisions[1]["overlap_blocks"]

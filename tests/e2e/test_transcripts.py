@@ -10,7 +10,7 @@ import pytest
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.transcript import ROOT, Transcript, blocks, missing_line, unmarked
 
-PAGES = ("README.md", "docs/tutorial.md")
+PAGES = ("README.md", "docs/tutorial.md", "docs/recipes.md")
 QUICKSTART = "docs/quickstart.md"
 
 GUIDES = tuple(

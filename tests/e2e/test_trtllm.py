@@ -140,13 +140,13 @@ def test_short_prompts_have_two_legs_too_where_the_router_is_told_so(pool: Pool)
 def test_without_the_package_a_worker_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with Process(*COMMON) as worker:
-        assert worker.wait() == 1
+        assert worker.wait() == 2
         _, errors = worker.stop()
     assert "the package tensorrt_llm is not installed in this Python" in errors
     assert "Traceback" not in errors
 
 
-TRANSPORT = os.environ.get("POOLGRID_TEST_TENSOR_TRANSPORT", "zmq")
+TRANSPORT = os.environ.get("POOLGRID_TRANSPORT_UNDER_TEST", "zmq")
 """How embeddings travel; ``python -m tests.nixl`` says ``nixl``."""
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-OFFERED = ("pool_configs", "engine_configs", "launch", "tests", "src")
+OFFERED = ("pool_configs", "engine_configs", "launch", "tests", "src", "lab")
 """What commands on pages name, of the repository."""
 
 RUN_TIMEOUT_S = 240.0

@@ -36,7 +36,7 @@ def main() -> int:
         **os.environ,
         **LOOPBACK,
         "PYTHONPATH": os.pathsep.join([str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "POOLGRID_TEST_TENSOR_TRANSPORT": "nixl",
+        "POOLGRID_TRANSPORT_UNDER_TEST": "nixl",
     }
     command = [sys.executable, "-m", "pytest", "-q", *TESTS]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode

@@ -285,6 +285,51 @@ def percentiles_are_right(browser: Browser) -> None:
         assert same, (counts, share, value, wanted)
 
 
+SERVICE = """
+return import('/ui/served.js').then(({ serviceByWorker }) => {
+  const requests = arguments[0].map(([worker, time_ms, ttft, isl]) => (
+    { worker, time_ms, prefilled_ms: ttft && time_ms + ttft, isl }));
+  return [...serviceByWorker(requests, 100000)]
+    .map(([worker, of]) => [worker, of.p50, of.p99, of.requests, of.tokens]);
+});
+"""
+
+
+def service_of_workers_is_right(browser: Browser) -> None:
+    """A worker's figures are of its requests of the last minute, from the choice to the first token."""
+    requests = [("a", 30_000, 900, 10), ("a", 50_000, 30, 100), ("a", 60_000, 50, 300), ("b", 99_000, None, 600)]
+    found = browser.run(SERVICE, requests)
+    assert found == [["a", 30, 50, 2 / 60, 400 / 60], ["b", None, None, 1 / 60, 10]], found
+
+
+def worker_shows_its_service(browser: Browser) -> None:
+    """The cell of a worker that has requests says its latency and throughput, and so does its open part."""
+    browser.run("scrollTo(0, 0); document.querySelector('.grid').focus()")
+    cell = "return /TTFT [\\d.]+ m?s, [\\d.]+ .s/.test(document.getElementById('worker-cell').textContent)"
+    for key in (HOME, RIGHT) * 20:  # one of the two has them within a second
+        browser.press(key)
+        with contextlib.suppress(AssertionError):
+            browser.wait("TTFT and throughput in a cell", cell, timeout_s=0.5)
+            break
+    browser.press(ENTER)
+    browser.wait(
+        "TTFT and throughput of a worker",
+        "const said = document.getElementById('sheet').textContent;"
+        "return /TTFT from the choice, last minutep50 [\\d.]+ m?s/.test(said)"
+        " && /last minute[\\d.]+ requests.s/.test(said)",
+        timeout_s=30,
+    )
+    browser.press(ESCAPE)
+    browser.run("document.querySelector('.grid').focus()")
+    browser.press(HOME)
+
+
+def trouble(browser: Browser) -> str:
+    """Return the words of the alarm; empty when there is none."""
+    said = browser.run("const it = document.getElementById('trouble'); return it.hidden ? '' : it.textContent")
+    return str(said)
+
+
 def service_is_shown(browser: Browser) -> None:
     """Latencies and tokens have figures of the last ten seconds, and a strip over five minutes that is drawn."""
     for name in ("TTFT p50, last 10 s", "output tokens, last 10 s"):

@@ -106,6 +106,8 @@ class EngineDefinition(Generic[S]):
     it. May take minutes, and is cancelled when the worker is stopped meanwhile."""
     shortest_timeout_ms: Callable[[S], float]
     """The shortest time after which this engine's worker gives a request or a peer up."""
+    check_library: Callable[[], None] = lambda: None
+    """Raises ``OptionError`` where the package that it drives is absent, which is found before a model is fetched."""
     about: str = ""
     """Text of the page of settings above its table."""
     tables: tuple[type[Settings], ...] = ()

@@ -10,10 +10,13 @@ import asyncio
 import json
 import signal
 import sys
+from dataclasses import replace
 
 import zmq.asyncio
 
 from tests.fakes.engine_server.vllm import Options, VllmServer
+
+READERS_BLOCKS = 65_536
 
 
 def say(words: str) -> None:
@@ -23,7 +26,9 @@ def say(words: str) -> None:
 async def main(arguments: argparse.Namespace) -> None:
     events = json.loads(arguments.kv_events_config)
     context = zmq.asyncio.Context()
-    options = Options(model=arguments.served_model_name, root=arguments.model if arguments.keeps_root else Options.root)
+    options = Options(model=arguments.served_model_name)
+    if arguments.keeps_root:  # a reader of the quickstart talks to it for as long as they like
+        options = replace(options, root=arguments.model, blocks=READERS_BLOCKS)
     server = VllmServer(context, options)
     server.publish_at(events["endpoint"], events["replay_endpoint"])
     stop = asyncio.Event()

@@ -97,7 +97,8 @@ class ServerClient:
                 f"engine_api_key {given}: {self.target.url}{path} answers with status {answer.status}", answer.status
             )
         if answer.status != 200:
-            said = answer.excerpt(answer.body)
+            # A page is of a proxy, or of another server.
+            said = "an HTML page" if answer.body.lstrip()[:1] == b"<" else answer.excerpt(answer.body)
             raise ServerError(f"asking {self.target.url}{path}: status {answer.status}: {said}", answer.status)
         return bytes(answer.body)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import httpx
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from poolgrid.kernel.wire.hashing import stable_u64
 from poolgrid.kernel.wire.secret_texts import without_received_bytes
@@ -41,9 +41,9 @@ from poolgrid.plugins.bench.settings import BenchSettings
 from poolgrid.plugins.bench.statistics import Measurements, Point, Report, Series, report, with_ratios
 from poolgrid.plugins.bench.table import report_table, series_table
 from poolgrid.plugins.bench.trace import TraceError, ideal_cached_token_ratio, plan_trace, read_trace
-from poolgrid.server.cli.command_line import cannot_write, command, json_text, print_json
+from poolgrid.server.cli.command_line import API_KEY_VARIABLE, cannot_write, command, json_text, print_json
 from poolgrid.server.cli.options import with_settings
-from poolgrid.server.cli.router_client import API_KEY_VARIABLE, api_key_headers, url_of
+from poolgrid.server.cli.router_client import api_key_headers, url_of
 from poolgrid.server.process import lifecycle
 from poolgrid.server.process.clock import SystemClock
 from poolgrid.server.process.tasks import unless
@@ -53,6 +53,9 @@ REQUESTS_DEFAULT = 100
 """Requests of a closed loop with neither a number nor a duration."""
 
 CONNECT_TIMEOUT_S = 10.0
+
+PROGRESS_LINE_MS = 10_000.0
+"""Between two lines of progress where there is no terminal."""
 
 IN_FLIGHT_MAX = 900
 """Requests of a replay at once, below the usual limit of 1,024 open files; a request beyond it waits,
@@ -208,8 +211,10 @@ class _Bench:
         self._verify = verify
         self._clock = SystemClock()
         self._bar = bar
-        self._done = 0
-        """Requests of earlier runs, for the progress bar."""
+        self._done = self._total = 0
+        """Requests of earlier runs, and of all runs; 0 = not known."""
+        self._runs_done = 0
+        self._began_ms = self._line_due_ms = 0.0
         self.found: list[_Rounds] = []
         self.failure: Exception | None = None
 
@@ -223,7 +228,7 @@ class _Bench:
     async def _measure(self, stop: asyncio.Event, opened: AsyncExitStack) -> None:
         settings = self._settings
         _, total = plan(settings)
-        task = self._bar.add_task("starting", total=None, errors=0)
+        task = self._bar.add_task("starting", total=None, done="")
         urls = {}
         if settings.policies:
             self._bar.update(task, description=f"starting pools: {', '.join(settings.policies)}")
@@ -239,7 +244,8 @@ class _Bench:
             endpoints.append(endpoint)
         levels = settings.concurrency if settings.mode == "closed" else (None,)
         runs = len(levels) * settings.rounds_run * len(endpoints)
-        self._bar.update(task, total=None if total is None else total * runs)
+        self._total = (total or 0) * runs
+        self._bar.update(task, total=self._total if settings.duration_s is None else settings.duration_s * runs)
         for place, level in enumerate(levels):
             rounds = [_Rounds(endpoint, level) for endpoint in endpoints]
             self.found += rounds
@@ -288,6 +294,8 @@ class _Bench:
         again = f", round {number + 1} of {settings.rounds_run}" if settings.rounds_run > 1 else ""
         self._bar.update(task, description=f"{name}{what}{at}{again}")
         planned, _ = plan(settings, seed)
+        self._began_ms = self._clock.monotonic_ms()
+        self._line_due_ms = self._began_ms + PROGRESS_LINE_MS
         result = await run(
             self._client(endpoint.target),
             self._shape(endpoint.model),
@@ -303,6 +311,7 @@ class _Bench:
             remember_sent=settings.mode == "replay",
         )
         self._done += result.measured.requests
+        self._runs_done += 1
         ideal = _ideal(result) if settings.mode == "replay" or settings.converses else None
         rounds.reports.append(self._report(rounds, result.measured, result.duration_s, ideal, result.interrupted))
         rounds.measured.merge(result.measured)
@@ -311,8 +320,21 @@ class _Bench:
         rounds.ideal = ideal if settings.mode == "replay" else _ideal_of(rounds.measured)
 
     def _show(self, task: TaskID, measured: Measurements) -> None:
-        earlier = sum(rounds.measured.errors for rounds in self.found)
-        self._bar.update(task, completed=self._done + measured.requests, errors=earlier + measured.errors)
+        requests, limit_s = self._done + measured.requests, self._settings.duration_s
+        errors = sum(rounds.measured.errors for rounds in self.found) + measured.errors
+        now_ms = self._clock.monotonic_ms()
+        if limit_s is None:
+            done: float = requests
+            said = f"{requests} of {self._total} requests, {errors} errors"
+        else:
+            elapsed_s = min(limit_s, (now_ms - self._began_ms) / 1000)
+            done = self._runs_done * limit_s + elapsed_s
+            said = f"{elapsed_s:.0f} of {limit_s:g} s, {requests} requests, {errors} errors"
+        self._bar.update(task, completed=done, done=said)
+        if self._bar.disable and now_ms >= self._line_due_ms:
+            self._line_due_ms = now_ms + PROGRESS_LINE_MS
+            what = self._bar.tasks[0].description
+            self._bar.console.print(f"{what}: {said}", markup=False, highlight=False, soft_wrap=True)
 
     def _report(
         self, rounds: _Rounds, measured: Measurements, duration_s: float, ideal: float | None, interrupted: bool
@@ -362,14 +384,15 @@ def measure(
     Raises ``BenchError``, ``PoolsFailed``, ``TraceError``, ``OSError`` or ``ValueError`` when
     it cannot start.
     """
+    console = progress_console or Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[errors]} errors"),
+        TextColumn("{task.fields[done]}"),
         TimeElapsedColumn(),
-        console=progress_console or Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     ) as bar:
         made = _Bench(settings, verify, bar)
         lifecycle.run(made.main)

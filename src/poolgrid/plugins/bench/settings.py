@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from poolgrid.kernel.wire.addresses import http_url_problem, is_name, without_credentials
 from poolgrid.server.process.plugins import policy_names
 from poolgrid.server.process.settings import InputFile, Settings
 
@@ -121,6 +122,15 @@ class BenchSettings(Settings):
         None,
         description="Write the report as JSON to this file.",
     )
+
+    @field_validator("url")
+    @classmethod
+    def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not is_name(url) and (problem := http_url_problem(url)):
+                allowed = "http://HOST[:PORT], https://HOST[:PORT] and dyn:// names"
+                raise ValueError(f"{without_credentials(url)!r} {problem}; allowed are {allowed}")
+        return urls
 
     @model_validator(mode="after")
     def _consistent(self) -> BenchSettings:

@@ -11,6 +11,9 @@ from poolgrid.plugins.bench.statistics import Point, Report, Summary
 from poolgrid.server.process.figures import UNKNOWN, counted, number, percent
 from poolgrid.server.process.terminal_table import Heading, TerminalTable
 
+OVER_IDEAL = 0.01
+"""More than the ideal by rounding to blocks; beyond it the endpoint knew the prompts before."""
+
 WORKERS_SHOWN_MAX = 32
 """Rows of the table by worker; the JSON report has all."""
 
@@ -119,7 +122,9 @@ def _totals(report: Report) -> list[tuple[str, str]]:
         ("cached token ratio", percent(report.cached_token_ratio)),
     ]
     if report.ideal_cached_token_ratio is not None:
-        rows.append(("ideal cached token ratio", percent(report.ideal_cached_token_ratio)))
+        known = (report.cached_token_ratio or 0.0) > report.ideal_cached_token_ratio + OVER_IDEAL
+        note = ": it has seen these prompts before; take another --seed" if known else ""
+        rows.append(("ideal cached token ratio", percent(report.ideal_cached_token_ratio) + note))
     for name, value in (
         ("wrong texts", report.wrong_texts),
         ("cancelled", report.cancelled),

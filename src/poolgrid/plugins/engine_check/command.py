@@ -20,9 +20,9 @@ from poolgrid.plugins.engine_check.core.finding import Finding, FindingSeverity
 from poolgrid.plugins.engine_check.core.transfer_rules import transfers_seen
 from poolgrid.plugins.engine_check.server import EngineServer
 from poolgrid.plugins.engine_check.settings import EngineCheckSettings
-from poolgrid.server.cli.command_line import cannot_write, command, print_json
+from poolgrid.server.cli.command_line import API_KEY_VARIABLE, cannot_write, command, print_json
 from poolgrid.server.cli.options import with_settings
-from poolgrid.server.cli.router_client import API_KEY_VARIABLE, api_key_headers
+from poolgrid.server.cli.router_client import api_key_headers
 from poolgrid.server.process import lifecycle
 from poolgrid.server.process.clock import SystemClock
 from poolgrid.server.process.figures import UNKNOWN, counted, milliseconds

@@ -35,6 +35,9 @@ FIGURES: tuple[tuple[float, tuple[str, ...]], ...] = (
 
 RECORDED = "recorded"
 
+REUSE_POINTS_MAX, TTFT_FACTOR_MAX = 2.0, 1.5
+"""Differences to what was measured up to which a simulation reproduces it: smaller than those between policies."""
+
 BASICS = (
     "policy",
     "workers",
@@ -69,6 +72,8 @@ def run_what_if(directory: str, settings: WhatIfSettings) -> int:
         for name, policy in variants_of(settings, stage).items():
             played = stage.play(name, policy, admission=recorded if name == RECORDED else split_admission(name)[1])
             reports[name] = {**played, "settings": {"policy": policy.name}}
+        if fault := unlike_measured(stage.measured, reports[RECORDED]):
+            stage.remarks.append(fault)
         for remark in stage.remarks:
             click.echo(remark, err=True)
         report = stage.report(settings.speed, reports, RouterFleet(), measured=stage.measured)
@@ -119,6 +124,21 @@ def difference_table(stage: RecordingStage, reports: Mapping[str, Mapping[str, A
             table.add("  compared", *(_change(value, before) for value, before in zip(values, base, strict=True)), "")
         base = base or values
     return table
+
+
+def unlike_measured(measured: Mapping[str, Any] | None, played: Mapping[str, Any]) -> str:
+    """Return in what the simulation under the recorded settings differs from what was measured; empty = in nothing."""
+    if measured is None:
+        return ""
+    (then_reused, then_ttft, *_), (reused, ttft, *_) = _figures(measured), _figures(played)
+    is_like = abs(reused - then_reused) <= REUSE_POINTS_MAX and ttft <= TTFT_FACTOR_MAX * then_ttft
+    if is_like and then_ttft <= TTFT_FACTOR_MAX * ttft:
+        return ""
+    return (
+        f"the simulation does not reproduce what was measured: {number(then_reused)} % reused and TTFT "
+        f"{number(then_ttft)} ms, simulated {number(reused)} % and {number(ttft)} ms; compare the simulated rows only "
+        "with each other"
+    )
 
 
 def _figures(report: Mapping[str, Any]) -> list[float]:

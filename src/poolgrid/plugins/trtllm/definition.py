@@ -22,6 +22,12 @@ def _open(settings: TrtllmWorkerSettings, around: EngineHost) -> AbstractAsyncCo
     return open_engine(settings, around)
 
 
+def _check_library() -> None:
+    from poolgrid.plugins.trtllm.library import check_library
+
+    check_library()
+
+
 def _shortest_timeout_ms(settings: TrtllmWorkerSettings) -> float:
     own = min(settings.health_timeout_ms, settings.progress_timeout_ms, settings.answer_timeout_ms)
     if settings.tensor_transport == "none":
@@ -63,6 +69,7 @@ ENGINE = EngineDefinition(
     settings=TrtllmWorkerSettings,
     open=_open,
     shortest_timeout_ms=_shortest_timeout_ms,
+    check_library=_check_library,
     about="With `--engine trtllm`. `--print-engine-args` prints what the engine would get and where each value came "
     "from ([what wins](trtllm_configuration.md#precedence)), and starts nothing.",
     tables=(TrtllmSettings, TrtllmWorkerSettings, TensorSettings, StepTimesSettings),

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from poolgrid.server.process.plugins import is_installed
+from poolgrid.server.process.settings import OptionError
 from poolgrid.server.workers.engines.lifecycle.engine_thread import EngineThread, start_engine
 from poolgrid.server.workers.engines.lifecycle.health import EngineBrokenError
 
@@ -45,7 +47,7 @@ async def start_library(
         raise EngineBrokenError(f"starting TensorRT-LLM {version} failed: {error!r}") from error
 
 
-class LibraryMissingError(RuntimeError):
+class LibraryMissingError(OptionError):
     """The package is not there, or is not one that poolgrid can drive."""
 
 
@@ -93,24 +95,29 @@ class TrtllmLibrary:
         return self.llm(**built)
 
 
+_ADVICE = (
+    "run it where TensorRT-LLM 1.2 is (NVIDIA's release container has it), install the extra trtllm with NVIDIA's "
+    "package index, or use --engine simulated"
+)
+
+
+def check_library() -> None:
+    """Raise ``LibraryMissingError`` where the package is absent, without importing it."""
+    if not is_installed("tensorrt_llm"):
+        raise LibraryMissingError(
+            f"starting --engine trtllm: the package tensorrt_llm is not installed in this Python; {_ADVICE}"
+        )
+
+
 def import_library() -> str:
     """Import TensorRT-LLM, with this process's log level, and return its version; raises ``LibraryMissingError``."""
     # Before the import, which reads it; the engine's processes inherit it. Who has set it knows why.
     os.environ.setdefault(LOG_LEVEL_VARIABLE, logging.getLevelName(log.getEffectiveLevel()))
+    check_library()
     try:
         package = importlib.import_module("tensorrt_llm")
     except ImportError as error:
-        missing = error.name == "tensorrt_llm"
-        raise LibraryMissingError(
-            "starting --engine trtllm: "
-            + (
-                "the package tensorrt_llm is not installed in this Python"
-                if missing
-                else f"tensorrt_llm fails: {error}"
-            )
-            + "; run it where TensorRT-LLM 1.2 is (NVIDIA's release container has it), install the extra trtllm with "
-            "NVIDIA's package index, or use --engine simulated"
-        ) from error
+        raise LibraryMissingError(f"starting --engine trtllm: tensorrt_llm fails: {error}; {_ADVICE}") from error
     return str(getattr(package, "__version__", "unknown"))
 
 

@@ -7,21 +7,25 @@ completion of a command's name imports none.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import os
 import re
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import msgspec
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from poolgrid.kernel.requests.log_fields import Field
+from poolgrid.kernel.wire.addresses import without_credentials
 from poolgrid.server.cli.dynamo_options import in_our_words
 from poolgrid.server.process import logs
 from poolgrid.server.process.plugins import COMMANDS, installed_plugins
@@ -42,6 +46,15 @@ class Option(click.Option):
         super().__init__(*declarations, **attributes)
         self.panel = panel
         self.is_basic = is_basic
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        """Read a value; an error names the variable where that gave it, which is what a person looks for."""
+        try:
+            return super().process_value(ctx, value)
+        except click.BadParameter as error:
+            if ctx.get_parameter_source(str(self.name)) is ParameterSource.ENVIRONMENT:
+                error.param_hint = str(self.envvar)
+            raise
 
 
 class Command(click.Command):
@@ -64,7 +77,10 @@ class Command(click.Command):
             raise SystemExit(2) from None
         if self.has_basics:
             args = [f"--help={EVERY_PANEL}" if each == "--help-all" else each for each in args]
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            refuse_misspelt_variable(ctx, os.environ)
+        return rest
 
     def get_short_help_str(self, limit: int = 0) -> str:
         return first_sentence(self.help or "")
@@ -142,6 +158,45 @@ class Command(click.Command):
                 f"Options are environment variables too ({option} is {variable}, and so on); the command line wins."
             )
         super().format_epilog(ctx, formatter)
+
+
+ENVIRONMENT_PREFIX = "POOLGRID_"
+
+API_KEY_VARIABLE = "POOLGRID_API_KEY"
+"""The API key of the commands that ask a router."""
+
+MISSPELT = 0.85
+"""Likeness of two names from which on one is taken for the other: one letter of six is missing."""
+
+
+def refuse_misspelt_variable(ctx: click.Context, environment: Mapping[str, str]) -> None:
+    """Raise ``click.UsageError`` for a variable that is nearly one of the command's; processes share an environment, so
+    what another command reads is none."""
+    own = variables_of(ctx.command)
+    for variable in sorted(environment):
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in own or variable == API_KEY_VARIABLE:
+            continue
+        near = difflib.get_close_matches(variable[len(ENVIRONMENT_PREFIX) :], map(_suffix, own), 1, MISSPELT)
+        if near and variable not in variables_of(ctx.find_root().command):
+            raise click.UsageError(
+                f"{variable} is no variable of poolgrid; did you mean {ENVIRONMENT_PREFIX}{near[0]}?", ctx
+            )
+
+
+def _suffix(variable: str) -> str:
+    return variable.removeprefix(ENVIRONMENT_PREFIX)
+
+
+def variables_of(command: click.Command) -> set[str]:
+    """Return the environment variables that options of a command are, and of those below it; imports them all."""
+    found = {str(each.envvar) for each in command.params if each.envvar}
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            with suppress(click.UsageError):  # it is not installed
+                below = command.get_command(context, name)
+                found |= set() if below is None else variables_of(below)
+    return found
 
 
 _PANEL = "poolgrid.panel"
@@ -260,7 +315,16 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON to st
 def router_url(text: str) -> Callable[[Any], Any]:
     """Return the option of a command that asks a router."""
     default = "http://127.0.0.1:8000"
-    return click.option("--url", default=default, envvar="POOLGRID_URL", help=f"{text} [default: {default}]")
+
+    def checked(context: click.Context, parameter: click.Parameter, url: str) -> str:
+        if not url.startswith(("http://", "https://", "dyn://")):
+            allowed = "http://HOST[:PORT], https://HOST[:PORT] and the name dyn://NAMESPACE.router.http"
+            raise click.BadParameter(f"{without_credentials(url)!r} is none, allowed are {allowed}")
+        return url
+
+    return click.option(
+        "--url", default=default, envvar="POOLGRID_URL", callback=checked, help=f"{text} [default: {default}]"
+    )
 
 
 LOG_PANEL = "Logs and traces"

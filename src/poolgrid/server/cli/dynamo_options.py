@@ -123,7 +123,7 @@ OPTIONS: dict[str, str] = {
     "up --model": "--model-path",
     "router --tls-cert-path": "--tls-certificate",
     "router --tls-key-path": "--tls-key",
-    "router --router-temperature": "policy kv takes the least cost.",
+    "router --router-temperature": "policy kv takes the least cost; remove this option.",
     "router --kv-cache-block-size": "the block size is that of the workers.",
     "router --use-kv-events": "",
     "router --kv-events": "",
@@ -229,6 +229,11 @@ OPTIONS: dict[str, str] = {
     "up --block-size": "--kv-block-size",
     "worker --block-size": "--kv-block-size",
     "up --front": "--engine-url",
+    **dict.fromkeys(
+        ("up --worker-urls", "router --worker-urls", "up --backends", "router --backends"),
+        "name engine servers with poolgrid up --engine-url URL --engine-url URL.",
+    ),
+    "router --engine-url": "poolgrid up --engine-url URL starts a router with what follows the server.",
 }
 OPTIONS |= {
     entry.replace("router ", "worker ", 1): _OF_ROUTERS

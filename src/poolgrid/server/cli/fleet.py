@@ -174,6 +174,13 @@ class LocalFleet:
         workers = len(worker_names(pool))
         await until_workers_are_ready(self._routers[pool.name].word("select"), workers, START_TIMEOUT_S)
 
+    def ingests(self) -> list[str]:
+        return (
+            []
+            if self._settings.on_nats
+            else [f"ingest.{name}={each.word('ingest')}" for name, each in self._routers.items()]
+        )
+
     def greeting(self, url: str) -> str:
         workers = counted(len(self._workers), f"{self._settings.engine} worker")
         what = f"{counted(len(self._routers), 'pool')} with {workers} behind a global router"
@@ -254,6 +261,11 @@ class FrontFleet:
         await self._global_router.start()
         self._global_router.watch()
         return self._global_router.ready_words[0]
+
+    def ingests(self) -> list[str]:
+        return [
+            word.replace("ingest", f"ingest.{name}", 1) for name, pool in self._pools.items() for word in pool.ingests()
+        ]
 
     def greeting(self, url: str) -> str:
         settings = self._settings

@@ -79,11 +79,10 @@ class FrontPlan:
 
 def plan_front(settings: UpSettings) -> FrontPlan:
     """Ask the servers, and return what to start; raises ``FrontProblem``."""
-    found = asyncio.run(ask_all(settings))
-    answered = {each.url for each in found}
-    for entry in entries_of(settings):
-        if entry.url not in answered:
-            log.warning("engine_url %s does not answer: it joins when it does", entry.url)
+    faults: dict[str, str] = {}
+    found = asyncio.run(ask_all(settings, faults))
+    for url, fault in faults.items():
+        log.warning("--engine-url %s does not answer as an engine server; it joins when it does: %s", url, fault)
     return make_plan(settings, found)
 
 
@@ -122,16 +121,21 @@ def entries_of(settings: UpSettings) -> list[ServerEntry]:
     return found
 
 
-async def ask_all(settings: UpSettings) -> list[FrontServer]:
-    """Return the facts of every server that answers soon, in the order in which they were given."""
+async def ask_all(settings: UpSettings, faults: dict[str, str] | None = None) -> list[FrontServer]:
+    """Return the facts of every server that answers soon, in the order in which they were given; ``faults`` gets why
+    the others do not, by URL."""
     entries = entries_of(settings)
-    facts = await asyncio.gather(*(_ask(each.url, settings) for each in entries))
-    return [FrontServer(entry.url, each) for entry, each in zip(entries, facts, strict=True) if each is not None]
+    answers = await asyncio.gather(*(_ask(each.url, settings) for each in entries))
+    by_url = {entry.url: answer for entry, answer in zip(entries, answers, strict=True)}
+    if faults is not None:
+        faults |= {url: answer for url, answer in by_url.items() if isinstance(answer, str)}
+    return [FrontServer(url, answer) for url, answer in by_url.items() if not isinstance(answer, str)]
 
 
-async def _ask(url: str, settings: UpSettings) -> ServerFacts | None:
-    """Return what a server reports, ``None`` when it does not answer in time; raises ``FrontProblem``."""
+async def _ask(url: str, settings: UpSettings) -> ServerFacts | str:
+    """Return what a server reports, or why there is nothing in time; raises ``FrontProblem``."""
     client = ServerClient(url, SystemClock(), settings.engine_api_key)
+    fault = f"no answer within {ANSWER_WAIT_S:g} s"
     try:
         async with asyncio.timeout(ANSWER_WAIT_S):
             while True:
@@ -140,10 +144,10 @@ async def _ask(url: str, settings: UpSettings) -> ServerFacts | None:
                 except KeyRefused as error:
                     raise FrontProblem(f"engine_url {url}: {error}") from None
                 except (ServerError, DecodeError) as error:
-                    log.debug("an engine server does not answer: %s", error)
+                    fault = str(error)
                 await asyncio.sleep(ASK_AGAIN_S)
     except TimeoutError:
-        return None
+        return fault
     except ValueError as error:
         raise FrontProblem(f"engine_url {url}: {error}") from None
     finally:

@@ -44,7 +44,7 @@ from poolgrid.kernel.wire import codec
 from poolgrid.kernel.wire.addresses import bracketed
 from poolgrid.kernel.wire.errors import DecodeError
 from poolgrid.kernel.wire.selection import AskStatus, PoolStatus
-from poolgrid.server.cli.command_line import FORMAT_HELP, LEVEL_HELP, LogChoice
+from poolgrid.server.cli.command_line import API_KEY_VARIABLE, FORMAT_HELP, LEVEL_HELP, LogChoice
 from poolgrid.server.cli.launch_plan import (
     ANY,
     INGEST,
@@ -58,18 +58,18 @@ from poolgrid.server.cli.launch_plan import (
 )
 from poolgrid.server.cli.options import arguments_of, environment_name
 from poolgrid.server.cli.part import START_TIMEOUT_S, STOP_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
-from poolgrid.server.cli.router_client import API_KEY_VARIABLE, api_key_headers, key_hint
+from poolgrid.server.cli.router_client import api_key_headers, key_hint
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.process.figures import counted
 from poolgrid.server.process.nats_settings import EventPlaneSettings
-from poolgrid.server.process.settings import InputFile
+from poolgrid.server.process.settings import InputFile, OutputDirectory
 from poolgrid.server.process.tasks import cancel_all, detached, owned
 from poolgrid.server.transport.bound_socket import ReservedPorts, listen
 from poolgrid.server.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
 from poolgrid.server.transport.security import SecuritySettings
 from poolgrid.server.transport.zmq_socket import CallbackSocket, connect, make_socket
-from poolgrid.server.workers.engines.server.core.server_list import SERVERS_MAX, read_entry
+from poolgrid.server.workers.engines.server.core.server_list import SERVERS_MAX, ServerEntry, read_entry
 from poolgrid.server.workers.settings import MODALITY_HELP, Modality
 from poolgrid.server.workers.timing import PUBLISHED, TIMINGS, Timing
 
@@ -239,8 +239,10 @@ def _check_servers(urls: Sequence[str]) -> None:
     given = by_role(urls)
     if "encode" in given:
         raise ValueError("engine_url has encode=URL: servers in front of others are prefill and decode")
-    for url in urls:
-        read_entry(url.removeprefix("worker="))
+    entries = [read_entry(url.removeprefix("worker=")) for url in urls]
+    twice = next((each.url for each in entries if isinstance(each, ServerEntry) and entries.count(each) > 1), None)
+    if twice is not None:
+        raise ValueError(f"engine_url is {twice} more than once: a server has one worker")
     if "prefill" in given and "decode" not in given:
         raise ValueError("engine_url names prefill servers and no decode=URL to continue their requests")
 
@@ -318,7 +320,7 @@ class UpSettings(EventPlaneSettings):
             "(measured), or your own JSON file."
         ),
     )
-    data_dir: Path | None = Field(
+    data_dir: OutputDirectory | None = Field(
         None,
         description=(
             "Keep the journal and the recorded decisions in this directory. Unset = a temporary one; with "
@@ -344,7 +346,11 @@ class UpSettings(EventPlaneSettings):
         ),
     )
     policy: str = Field(
-        "kv", description="Choose how a worker is selected; `poolgrid router --help` lists the policies."
+        "kv",
+        description=(
+            "Choose how a worker is selected: kv, approximate, field, least-loaded, lmetric, random, round-robin, or "
+            "your module:Class."
+        ),
     )
     model_path: Path = Field(
         TINY_MODEL_PATH,
@@ -391,7 +397,7 @@ class UpSettings(EventPlaneSettings):
         False,
         description="Print every process, its GPUs, port and command, and whether the GPUs exist. Start nothing.",
     )
-    log_dir: Path | None = Field(
+    log_dir: OutputDirectory | None = Field(
         None,
         description=(
             "Write a log file per worker into this directory. Unset = poolgrid-logs with a real engine, "
@@ -743,6 +749,9 @@ class LocalPool:
     async def given_up(self) -> str:
         """Wait until a worker is not started again any more; return why."""
         return await first_given_up(self._workers)
+
+    def ingests(self) -> list[str]:
+        return [f"ingest={self._ingest}"] if self._ingest else []
 
     def greeting(self, url: str) -> str:
         settings = self._settings

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import re
 import tomllib
 import types
@@ -22,12 +23,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from poolgrid.kernel.wire.addresses import without_credentials
-from poolgrid.server.cli.command_line import Option
-from poolgrid.server.process.settings import INPUT_FILE, Settings
+from poolgrid.server.cli.command_line import ENVIRONMENT_PREFIX, Option
+from poolgrid.server.process.settings import INPUT_FILE, OUTPUT_DIRECTORY, Settings
 
 S = TypeVar("S", bound=Settings)
 Decorated = Callable[..., Any]
-ENVIRONMENT_PREFIX = "POOLGRID_"
 
 SETTINGS_FILE = "settings_file"
 """Names the option that reads settings from a file."""
@@ -98,7 +98,7 @@ def with_settings(
         @functools.wraps(function)
         def run(**values: Any) -> Any:
             file = values.pop(SETTINGS_FILE, None) if from_file else None
-            of_file = {} if file is None else _read_settings(file, fields)
+            of_file = {} if file is None else read_settings(file, fields)
             given = {**of_file, **_given(values, fields)}
             rest = {name: value for name, value in values.items() if name not in fields}
             return function(*(_build(model, given, names) for model in models), **rest)
@@ -187,7 +187,7 @@ def _given(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, An
     return {name: value for name, value in values.items() if name in fields and value is not None and value != ()}
 
 
-def _read_settings(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+def read_settings(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     """Return the settings of a file; ends the command with status 2 when it cannot be used."""
     found: dict[str, Any] = {}
     try:
@@ -243,7 +243,8 @@ def _shared_option(
     text = "; ".join(f"{', '.join(engines)}: {each}" for each, engines in texts.items()) + "."
     if len(texts) == 1:
         text = first.description or ""
-    default = ", ".join(f"{each or 'none'} ({chosen})" for chosen, each in shown.items())
+    engines = {each: [chosen for chosen, of in shown.items() if of == each] for each in shown.values()}
+    default = ", ".join(f"{each or 'none'} ({', '.join(names)})" for each, names in engines.items())
     return _option(
         name,
         first,
@@ -373,31 +374,56 @@ def _plain_type(annotation: Any) -> tuple[Any, tuple[str, ...]]:
 
 def _build(model: type[S], values: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> S:
     known = {name: value for name, value in values.items() if name in model.model_fields}
-    inputs = {name: value for name, value in known.items() if _is_input(model.model_fields[name])}
-    missing = [name for name, path in inputs.items() if not Path(path).is_file()]
-    if missing:
-        _refuse(*(f"{option_name(name, renamed)} {known[name]}: no such file" for name in missing))
+    inputs = {name: value for name, value in known.items() if _has_mark(model.model_fields[name], INPUT_FILE)}
+    faults = [
+        f"{option_name(name, renamed)} {path}: no such file"
+        for name, path in inputs.items()
+        if not Path(path).is_file()
+    ]
+    faults += [
+        f"{option_name(name, renamed)} {path}: {problem}"
+        for name, path in known.items()
+        if _has_mark(model.model_fields[name], OUTPUT_DIRECTORY) and (problem := directory_problem(Path(path)))
+    ]
+    if faults:
+        _refuse(*faults)
     try:
         return model(**known)
     except ValidationError as error:
         _refuse(*(_fault_line(fault, model, renamed) for fault in error.errors()))
 
 
-def _is_input(field: FieldInfo) -> bool:
-    """Whether a field is the path of a file that is read; a union keeps the mark in its first member."""
+def directory_problem(path: Path) -> str:
+    """Return why nothing can be kept in a directory, which is made where it is absent; empty when all is well."""
+    place = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not place.is_dir():
+        return f"{'it' if place == path else place} is a file, needed is a directory"
+    return (
+        "" if os.access(place, os.W_OK | os.X_OK) else f"{place} cannot be written to; needed is a directory that can"
+    )
+
+
+def _has_mark(field: FieldInfo, mark: str) -> bool:
+    """Whether a field is the path of such a file or directory; a union keeps the mark in its first member."""
     marks = list(field.metadata)
     for member in get_args(field.annotation):
         marks += getattr(member, "__metadata__", ())
-    return INPUT_FILE in marks
+    return mark in marks
 
 
 def _fault_line(fault: Any, model: type[Settings], renamed: Mapping[str, str] | None) -> str:
-    """Return what is wrong with a setting: the option and the value as typed, and what is allowed."""
+    """Return what is wrong with a setting: the option or variable and the value as typed, and what is allowed."""
     message = fault["msg"].removeprefix("Value error, ")
     problem = with_options(message.replace("Input should be", "must be"), model.model_fields, renamed)
+    plain = "|".join(name for name in model.model_fields if "_" not in name)
+    if plain:  # such a word may mean something else in a sentence
+        problem = re.sub(rf"(?<![\w=/.-])(?:{plain})(?= (?:is|are) | and (?:{plain}) are )", r"--\g<0>", problem)
     if not fault["loc"]:
         return problem
-    option = option_name(str(fault["loc"][0]), renamed)
+    name = str(fault["loc"][0])
+    context = click.get_current_context(silent=True)
+    is_variable = context is not None and context.get_parameter_source(name) is ParameterSource.ENVIRONMENT
+    option = environment_name(name) if is_variable else option_name(name, renamed)
     if fault["type"] == "missing":
         return f"{option}: must be given"
     given = fault["input"]

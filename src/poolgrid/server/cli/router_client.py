@@ -19,12 +19,11 @@ from urllib.parse import urlsplit
 import click
 
 from poolgrid.kernel.wire.addresses import is_name, parse_name, without_credentials
+from poolgrid.server.cli.command_line import API_KEY_VARIABLE
 from poolgrid.server.cli.options import environment_name
 
 if TYPE_CHECKING:
     from poolgrid.server.discovery.settings import DiscoverySettings
-
-API_KEY_VARIABLE = "POOLGRID_API_KEY"
 
 KEY_NOTE = f"A router that takes API keys asks for one here too: put an operator's key into {API_KEY_VARIABLE}."
 """Help text of commands that contact a router."""

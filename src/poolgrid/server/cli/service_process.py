@@ -13,6 +13,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Awaitable, Callable
@@ -22,6 +23,7 @@ from prometheus_client import disable_created_metrics
 
 from poolgrid.kernel.requests.log_fields import Field
 from poolgrid.server.cli.command_line import LogChoice
+from poolgrid.server.cli.options import option_name
 from poolgrid.server.process import allocation, garbage, lifecycle
 from poolgrid.server.process.service_manager import ServiceManager, service_manager
 from poolgrid.server.process.tasks import detached
@@ -29,6 +31,9 @@ from poolgrid.server.process.tasks import detached
 log = logging.getLogger(__name__)
 
 FAULTS_OF_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+BINDING = re.compile(r"^binding ([a-z_]+_port|port): ")
+"""How the error of a port begins, with the name of its setting."""
 
 _ready = threading.Event()
 
@@ -99,7 +104,7 @@ def log_failure(error: Exception) -> None:
         log.error("%s: %s", error.filename, error.strerror)
     else:
         for line in str(error).splitlines() or [type(error).__name__]:
-            log.error("%s", line)
+            log.error("%s", BINDING.sub(lambda found: f"{option_name(found[1])}: ", line))
     log.debug("where it failed", exc_info=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -13,7 +12,7 @@ from poolgrid.kernel.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.server.discovery.settings import DiscoverySettings
 from poolgrid.server.http.http_settings import HttpSettings
 from poolgrid.server.process.nats_settings import EventPlaneSettings
-from poolgrid.server.process.settings import InputFile
+from poolgrid.server.process.settings import InputFile, OutputDirectory
 from poolgrid.server.transport.security import SecuritySettings
 
 MIB = 1024 * 1024
@@ -24,7 +23,7 @@ class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, DiscoverySettin
 
     panel: ClassVar[str] = "Consolidator"
 
-    data_dir: Path | None = Field(
+    data_dir: OutputDirectory | None = Field(
         default=None, description="Keep the journal in this directory. Unset = in memory, lost when the process ends."
     )
     host: str = Field(default="127.0.0.1", min_length=1, description="Listen on this address.")

@@ -360,7 +360,9 @@ class HttpClient:
         except TimeoutError:
             raise RequestFailed("connect", f"{target.url}: no connection within {self._connect_timeout_s} s") from None
         except OSError as error:
-            raise RequestFailed("connect", f"{target.url}: {error}") from None
+            is_plain = isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER"
+            fault = "the TLS handshake failed; use http:// for a server without TLS" if is_plain else str(error)
+            raise RequestFailed("connect", f"{target.url}: {fault}") from None
         return made
 
 

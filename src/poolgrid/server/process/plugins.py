@@ -65,6 +65,12 @@ def plugin_names(group: str) -> tuple[str, ...]:
     return tuple(sorted(each.name for each in installed_plugins(group)))
 
 
+def check_policy_name(name: str) -> None:
+    """Raise ``ValueError`` for a policy that no entry point names; ``module:Class`` is for its import to judge."""
+    if ":" not in name and name not in policy_names():
+        raise ValueError(f"--policy {name}: unknown, allowed are {', '.join(policy_names())}, or module:Class")
+
+
 def policy_names() -> tuple[str, ...]:
     """Return the names that ``--policy`` knows, ``kv`` first, which the core has itself."""
     return ("kv", *(name for name in plugin_names(POLICIES) if name != "kv"))

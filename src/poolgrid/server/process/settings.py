@@ -63,6 +63,12 @@ INPUT_FILE = "input file"
 InputFile = Annotated[Path, INPUT_FILE]
 """A file that the command line refuses when it does not exist, before anything is started."""
 
+OUTPUT_DIRECTORY = "output directory"
+"""Marks paths of directories that are written to."""
+
+OutputDirectory = Annotated[Path, OUTPUT_DIRECTORY]
+"""A directory that the command line refuses when it cannot be one, before anything is started."""
+
 
 def _check_endpoint(endpoint: str) -> str:
     problem = zmq_endpoint_problem(endpoint, local=True)

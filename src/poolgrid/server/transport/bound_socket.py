@@ -7,6 +7,7 @@ has a socket unit (sd_listen_fds(3)).
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import MutableMapping
@@ -62,9 +63,13 @@ def bind(host: str, port: int, setting: str, reuse_port: bool = False) -> socket
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise OSError(
-            f"binding {setting}: {host}:{port} cannot be used ({error.strerror}); choose a free port, or 0 for any"
-        ) from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            fault = f"--host {host}: no address of this machine; 0.0.0.0 stands for all of them"
+        else:
+            fault = (
+                f"binding {setting}: {host}:{port} cannot be used ({error.strerror}); choose a free port, or 0 for any"
+            )
+        raise OSError(fault) from error
     return listener
 
 

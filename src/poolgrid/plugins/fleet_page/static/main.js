@@ -8,7 +8,7 @@ import { PoolGrids, PoolList } from "./grids.js";
 import { RequestList } from "./requests.js";
 import { ask, hasKey, Stream, useKey } from "./server.js";
 import { faultBody, keysBody, legendOf, requestBody, Sheet, waitingBody, workerBody } from "./sheet.js";
-import { Served } from "./served.js";
+import { Served, serviceByWorker } from "./served.js";
 import { Store } from "./store.js";
 import { Strip } from "./strip.js";
 import { streamWords, toneOf, WorkerGrid } from "./workers.js";
@@ -40,6 +40,8 @@ class Page {
     this.linkState = "connecting";
     this.linkWords = "";
     this.heardMs = 0;
+    this.servicedMs = 0;
+    this.service = new Map();
     this.strip = new Strip();
     byId("strip").append(this.strip.canvas);
     this.served = new Served(this.strip);
@@ -181,7 +183,7 @@ class Page {
       this.workerCount = el("span", { class: "count" });
       this.noWorkers = el("p", { class: "empty", hidden: true }, "No worker has joined this pool yet. Start one: ", el("code", {}, "poolgrid worker --consolidator tcp://HOST:PORT"));
       this.legend = el("div", { class: "legend" });
-      const sorts = Object.entries({ name: "by name", busy: "busiest", full: "fullest", trouble: "in trouble" }).map(([name, words]) =>
+      const sorts = Object.entries({ name: "by name", busy: "busiest", full: "most cached", trouble: "in trouble" }).map(([name, words]) =>
         el("button", { type: "button", "aria-pressed": String(name === this.sort), onclick: (event) => this.sortBy(name, event.target) }, words),
       );
       this.sorts = el("div", { class: "sorts", role: "group", "aria-label": "Order of the workers" }, sorts);
@@ -236,7 +238,9 @@ class Page {
 
   renderTrouble() {
     const totals = this.store.values.totals ?? {};
-    const words = totals.trouble || (totals.behind ? `the router is catching up: ${counted(totals.behind, "record")} of the journal are not applied yet` : "");
+    // What the router logs as an error, in the same words; some records behind are the rule under load.
+    const starting = !totals.ready && totals.behind > 0 ? `the router is not ready: ${counted(totals.behind, "record")} of the journal to apply` : "";
+    const words = totals.trouble || starting;
     const node = byId("trouble");
     node.hidden = !words;
     setText(node, words);
@@ -255,7 +259,14 @@ class Page {
         of.unshift({ hue: hueOfName(each.name), share: each.blocks ? blocks / each.blocks : 0 });
       }
     }
-    for (const worker of models) worker.ticks = ticks.get(worker.key) ?? NONE;
+    if (now - this.servicedMs >= 1000) {
+      this.servicedMs = now;
+      this.service = serviceByWorker(this.store.newest(Infinity), now);
+    }
+    for (const worker of models) {
+      worker.ticks = ticks.get(worker.key) ?? NONE;
+      worker.service = this.service.get(worker.key);
+    }
     this.workers.show(this.inOrder(models));
     this.noWorkers.hidden = models.length > 0;
     this.workers.node.hidden = models.length === 0;
@@ -313,7 +324,7 @@ class Page {
       ["running", count(running), "", waiting ? `${count(waiting)} queued in engines` : "none queued in engines", ""],
       ["requests", rate(lately.perSecond), " /s", `last ${LATELY_S} s`, ""],
       ["cache hit rate", percent(lately.share), "", "of the prompt tokens", ""],
-      ["caches", percent(total ? held / total : NaN), " full", `+${rate(flow.stored)}${flow.removed < 0.05 ? "" : ` −${rate(flow.removed)}`} blocks/s`, ""],
+      ["cached", percent(total ? held / total : NaN), " of blocks", `+${rate(flow.stored)}${flow.removed < 0.05 ? "" : ` −${rate(flow.removed)}`} blocks/s`, ""],
       queueTile(queue, totals),
     ]);
   }

@@ -6,6 +6,7 @@ import { el, setAttribute, setText } from "./dom.js";
 import { clock, count, counted, hueOfName, milliseconds, nameOf, percent, short, shortId, statusWords, tone } from "./format.js";
 
 const ROWS = 32;
+const STATUSES = "placed on a worker, prefill, output, done; released: answered, and its worker has not said so yet";
 
 const ROUTER = ["time", "request", "worker", "tokens", "cached", "status"];
 const GLOBAL = ["time", "request", "pool", "tokens", "TTFT", "status"];
@@ -33,7 +34,7 @@ export class RequestList {
     this.grid = el("div", { class: `rows requests ${kind}`, role: "grid", "aria-label": "Last requests", "aria-readonly": "true" }, el("div", { role: "rowgroup" }, head), this.body);
     this.hint = el("span", {}, "No request yet. Send one, for instance: ", el("code", {}, "poolgrid bench --url " + location.origin));
     this.empty = el("p", { class: "empty" }, this.hint);
-    this.node = el("section", { class: "panel", "aria-labelledby": "requests-title" }, el("div", { class: "bar" }, el("h2", { id: "requests-title" }, "Requests"), this.count), this.grid, this.empty);
+    this.node = el("section", { class: "panel", "aria-labelledby": "requests-title" }, el("div", { class: "bar" }, el("h2", { id: "requests-title" }, "Requests"), this.count), this.grid, this.empty, kind === "router" ? el("p", { class: "quiet legend" }, STATUSES) : null);
     this.body.addEventListener("pointerenter", () => this.hold(true));
     this.body.addEventListener("pointerleave", () => this.hold(this.grid.contains(document.activeElement) && this.byKeyboard));
     this.body.addEventListener("focusin", (event) => {

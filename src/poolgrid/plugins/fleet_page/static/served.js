@@ -7,6 +7,7 @@ import { count, counted, milliseconds, rate, short } from "./format.js";
 import { SPAN_S, grown, paintUnknown } from "./strip.js";
 
 const LATELY_S = 10;
+const MINUTE_MS = 60000;
 const HEIGHT = 38;
 const OUTPUT_TOKENS = 0;
 const ERRORS = 1;
@@ -24,6 +25,27 @@ export function quantile(counts, bounds, share) {
     below += counts[at];
   }
   return NaN;
+}
+
+// What each worker did in the last minute, from its requests: median and 99th percentile from the choice of the worker to
+// the first token, in milliseconds, and requests and prompt tokens a second.
+export function serviceByWorker(requests, nowMs) {
+  const found = new Map();
+  const begin = Math.max(nowMs - MINUTE_MS, Math.min(...requests.map((each) => each.time_ms)));
+  const seconds = Math.max(1, (nowMs - begin) / 1000);
+  for (const { worker, time_ms, prefilled_ms, isl } of requests) {
+    if (time_ms < begin) continue;
+    let of = found.get(worker);
+    if (!of) found.set(worker, (of = { ttfts: [], requests: 0, tokens: 0 }));
+    of.requests += 1 / seconds;
+    of.tokens += isl / seconds;
+    if (prefilled_ms) of.ttfts.push(Math.max(0, prefilled_ms - time_ms));
+  }
+  for (const of of found.values()) {
+    of.ttfts.sort((one, other) => one - other);
+    [of.p50, of.p99] = [0.5, 0.99].map((share) => of.ttfts[Math.ceil(share * of.ttfts.length) - 1] ?? NaN);
+  }
+  return found;
 }
 
 export class Served {

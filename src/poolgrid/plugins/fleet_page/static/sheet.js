@@ -229,7 +229,9 @@ export function workerBody(worker, { conversations, requests, flow, nowMs, openR
     worker.model && ["model", worker.model],
     ["requests", `${count(worker.running)} running, ${count(worker.waiting)} waiting`],
     worker.prefill_tokens !== undefined && ["tokens to prefill", counted(worker.prefill_tokens, "token")],
-    ["cache", `${count(worker.held)} of ${counted(worker.total, "block")}, ${percent(full)}`],
+    ["cached", `${count(worker.held)} of ${counted(worker.total, "block")}, ${percent(full)}`],
+    worker.service && ["TTFT from the choice, last minute", `p50 ${milliseconds(worker.service.p50)}, p99 ${milliseconds(worker.service.p99)}`],
+    worker.service && ["throughput, last minute", `${rate(worker.service.requests)} requests/s, ${rate(worker.service.tokens)} prompt tokens/s`],
     ["stored", `${rate(flow.stored)} blocks/s`],
     ["evicted", `${rate(flow.removed)} blocks/s`],
     worker.requests_total !== undefined && ["requests so far", count(worker.requests_total)],
@@ -306,7 +308,7 @@ export function faultBody(words) {
 }
 
 export const legendOf = (cards) => [
-  [cards ? colours.accent : colours.fill, "cache in use"],
+  [cards ? colours.accent : colours.fill, "cached"],
   [colours.warn, "draining, or its event stream is catching up"],
   [colours.bad, "unreachable, or untrusted"],
 ];

@@ -4,10 +4,10 @@
 
 import { colours, onTheme, soft, strong } from "./colours.js";
 import { el, onFadeStep, onNextFrame, setAttribute, setText } from "./dom.js";
-import { count, counted, percent } from "./format.js";
+import { count, counted, milliseconds, percent, rate } from "./format.js";
 
 const SIZES = [
-  { name: "card", upTo: 40, width: 158, height: 84, gap: 8 },
+  { name: "card", upTo: 40, width: 158, height: 102, gap: 8 },
   { name: "middle", upTo: 200, width: 84, height: 52, gap: 6 },
   { name: "small", upTo: Infinity, width: 27, height: 23, gap: 3 },
 ];
@@ -18,7 +18,9 @@ const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-se
 export const STATE_WORDS = { ready: "ready", draining: "draining", unreachable: "unreachable", restating: "resyncing its cache" };
 
 // One that has said nothing since it joined is well.
-export const streamWords = (state) => (state === "syncing" ? "not started" : state);
+export const streamWords = (state) => (state === "syncing" ? "no events yet" : state);
+
+const serviceWords = ({ service }) => (service ? `TTFT ${milliseconds(service.p50)}, ${rate(service.requests)} /s` : "no requests lately");
 
 export function toneOf(worker) {
   if (worker.state === "unreachable") return "bad";
@@ -31,7 +33,7 @@ export function describe(worker) {
   const parts = [worker.key, STATE_WORDS[worker.state] ?? worker.state];
   if (worker.role !== "aggregated") parts.push(worker.role);
   parts.push(`${count(worker.running)} running, ${count(worker.waiting)} waiting`);
-  parts.push(`cache ${percent(worker.total ? worker.held / worker.total : 0)} full, ${counted(worker.held, "block")}`);
+  parts.push(`${percent(worker.total ? worker.held / worker.total : 0)} cached, ${counted(worker.held, "block")}`, serviceWords(worker));
   if (worker.stream !== "live") parts.push(`event stream ${streamWords(worker.stream)}`);
   if (worker.trusted === false) parts.push("its events are not trusted");
   if (worker.note) parts.push(worker.note);
@@ -265,8 +267,11 @@ export class WorkerGrid {
     context.font = `600 12.5px ${FONT}`;
     context.fillStyle = colours.ink;
     context.fillText(fitted(context, worker.key, width - 32 - stateRoom), x + 22, y + 20.5);
-    bar(context, x + 10, y + 47, width - 20, 6, full);
-    this.ticks(worker, x + 10, y + 60, width - 20, 14);
+    context.font = `11.5px ${FONT}`;
+    context.fillStyle = colours.quiet;
+    context.fillText(fitted(context, serviceWords(worker), width - 20), x + 10, y + 58);
+    bar(context, x + 10, y + 65, width - 20, 6, full);
+    this.ticks(worker, x + 10, y + 78, width - 20, 14);
   }
 
   // How much of each of the latest conversations this worker holds, in the conversation's colour.
@@ -332,7 +337,7 @@ export class WorkerGrid {
 function signature(worker) {
   let ticks = "";
   for (const tick of worker.ticks) ticks += `${tick.hue | 0}:${Math.round(tick.share * 16)},`;
-  return `${worker.key}|${worker.state}|${worker.role}|${worker.running}|${worker.waiting}|${Math.round(worker.total ? (worker.held / worker.total) * 200 : 0)}|${toneOf(worker)}|${ticks}`;
+  return `${worker.key}|${worker.state}|${worker.role}|${worker.running}|${worker.waiting}|${Math.round(worker.total ? (worker.held / worker.total) * 200 : 0)}|${toneOf(worker)}|${serviceWords(worker)}|${ticks}`;
 }
 
 // What a worker has to do, as long as there is room for it; its state first where that has no other place.

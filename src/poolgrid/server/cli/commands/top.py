@@ -164,8 +164,8 @@ WORKER_COLUMNS: tuple[Column[WorkerRow], ...] = (
     ),
     Column("run", lambda row: f"{row.running_requests:,}"),
     Column("wait", lambda row: f"{row.waiting_requests:,}"),
-    Column("KV in use", lambda row: usage_bar(row.active_blocks, row.total_blocks)),
-    Column("cached", lambda row: f"{row.cached_blocks:,}"),
+    Column("active", lambda row: usage_bar(row.active_blocks, row.total_blocks)),
+    Column("cached", lambda row: percent(row.cached_blocks / row.total_blocks if row.total_blocks else None)),
     Column("indexed", lambda row: f"{row.indexed_blocks:,}", optional=True),
     Column("prefill tok", lambda row: f"{row.prefill_tokens:,}", optional=True),
     Column("lag", lambda row: milliseconds(row.event_lag_ms), optional=True),
@@ -505,7 +505,7 @@ def watch(
     Returns the exit code: with ``once`` 1 when the router did not answer as one, else 0; 2 for wrong arguments.
     """
     url = url.rstrip("/").removesuffix("/v1")
-    if fault := _unusable(url, interval_s, once, as_json):
+    if fault := _unusable(interval_s, once, as_json):
         terminal(stderr=True).print(f"poolgrid top: {fault}", markup=False)
         return 2
     # httpx logs a line per request, which would tear the screen.
@@ -521,10 +521,8 @@ def watch(
     return 0
 
 
-def _unusable(url: str, interval_s: float, once: bool, as_json: bool) -> str:
+def _unusable(interval_s: float, once: bool, as_json: bool) -> str:
     """Return why the arguments cannot be used; empty when they can."""
-    if not url.startswith(("http://", "https://")):
-        return f"url is {without_credentials(url)!r}, allowed are http://HOST[:PORT] and https://HOST[:PORT]"
     if not 0.05 <= interval_s <= 3600:
         return f"interval is {interval_s} s, allowed are values from 0.05 to 3600"
     return "--json needs --once: a live view is for people" if as_json and not once else ""

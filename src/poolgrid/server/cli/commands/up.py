@@ -2,7 +2,7 @@
 
 `poolgrid up`: a pool or a fleet on one machine, each part a process of its own, watched until the end.
 
-``ready URL`` is printed once every part is ready. The status is 1 when a part did not start; a part
+``ready URL ingest=ADDRESS`` is printed once every part is ready. The status is 1 when a part did not start; a part
 that dies later is started again, and ends nothing unless it has died too often in a row.
 """
 
@@ -23,14 +23,16 @@ from poolgrid.server.cli.command_line import command, print_json
 from poolgrid.server.cli.hub_model import with_directory
 from poolgrid.server.cli.launch_plan import OptionProblem, PlannedPart, show, usable_on_this_machine
 from poolgrid.server.cli.local_pool import LocalPool, ServersInFront, UpSettings, plan, plan_engines, planned_parts
-from poolgrid.server.cli.options import with_settings
+from poolgrid.server.cli.options import read_settings, with_settings
 from poolgrid.server.cli.part import PartFailed, part_environment
 from poolgrid.server.cli.service_process import log_failure, say_ready, start_status
+from poolgrid.server.frontend.access import key_file
 from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.settings import NO_TOKENIZER
 from poolgrid.server.process import lifecycle
+from poolgrid.server.process.plugins import check_policy_name
 from poolgrid.server.process.tasks import unless
-from poolgrid.server.workers.engines.registry import engines
+from poolgrid.server.workers.engines.registry import engine_definition, engines
 
 if TYPE_CHECKING:
     from poolgrid.kernel.pool_grids.grid_document import GridDocument
@@ -47,6 +49,7 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
         return 2
     try:
         settings.log_choice.configure("up")
+        check_first(settings)
         settings = with_directory(settings, "served_model_name", weights=settings.real, dry_run=settings.dry_run)
         if settings.has_servers:
             return run_front(settings) if settings.pools is None else run_front_fleet(settings, settings.pools)
@@ -67,6 +70,25 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
         for warning in worker.warnings:
             log.warning("%s: %s", worker.name, warning)
     return _run(lambda directory: LocalPool(settings, settings.data_dir or directory, workers))
+
+
+def check_first(settings: UpSettings) -> None:
+    """Raise ``ValueError``, or end with status 2, for what a part would end with after seconds."""
+    check_policy_name(settings.policy)
+    if settings.api_keys is not None:
+        try:
+            key_file.read(settings.api_keys)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--api-keys {error}") from None
+    if settings.settings_file is not None:
+        from poolgrid.server.consolidator.settings import ConsolidatorSettings
+        from poolgrid.server.frontend.settings import FrontendSettings
+        from poolgrid.server.router.settings import RouterSettings
+
+        of_router = RouterSettings.model_fields | FrontendSettings.model_fields | ConsolidatorSettings.model_fields
+        read_settings(settings.settings_file, of_router)
+    if settings.real and not settings.dry_run and settings.engine in engines():
+        engine_definition(settings.engine).check_library()
 
 
 def print_plan(planned: Sequence[PlannedPart], as_json: bool) -> int:
@@ -171,6 +193,10 @@ class Local(Protocol):
         """Start every part; return the URL of the OpenAI API once it can serve."""
         ...
 
+    def ingests(self) -> list[str]:
+        """Return where further workers join, as words of the ready line."""
+        ...
+
     def greeting(self, url: str) -> str: ...
 
     async def given_up(self) -> str:
@@ -208,7 +234,7 @@ async def _start(local: Local) -> None:
     url = await local.start()
     sys.stderr.write(local.greeting(url))
     sys.stderr.flush()
-    say_ready(url)
+    say_ready(url, *local.ingests())
 
 
 BASICS = (

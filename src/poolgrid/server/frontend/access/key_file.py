@@ -151,7 +151,8 @@ def parse(raw: bytes, what: str) -> KeyDocument:
     try:
         document = msgspec.json.decode(raw, type=KeyDocument)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise KeyFileError(what, [str(error)]) from None
+        why = str(error) if isinstance(error, msgspec.ValidationError) else f"it is not JSON ({error})"
+        raise KeyFileError(what, [f"{why}; poolgrid keys create FILE TENANT makes such a file"]) from None
     problems = list(_problems(document))
     if problems:
         raise KeyFileError(what, problems)

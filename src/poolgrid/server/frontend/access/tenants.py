@@ -323,12 +323,12 @@ class WatchedKeyFile:
         self._on_reload = on_reload
         self.stale = False
         """Whether the file has changed to something that cannot be used."""
-        if path.stat().st_mode & 0o077:
-            log.warning("%s can be read by others than its owner: chmod 600 it, its salt_secret is a secret", path)
         self._seen = self._signature()
         self._checked_ms = clock.monotonic_ms()
         self._processes = processes
         self._tenants = Tenants(key_file.read(path).divided(processes))
+        if path.stat().st_mode & 0o077:
+            log.warning("%s can be read by others than its owner: chmod 600 it, its salt_secret is a secret", path)
 
     def tenants(self) -> Tenants:
         """Return the tenants as the file says now, or said before it broke."""
