@@ -47,7 +47,7 @@ from tests.trtllm_upstream.files import (
     StoredInStream,
     UpstreamFiles,
 )
-from tests.trtllm_upstream.tenants import ALGORITHMS, BLOCK, Engine, TenantsReport, as_json
+from tests.trtllm_upstream.tenants import ALGORITHMS, BLOCK, Engine, TenantsReport, TreeBlock, TreePage, as_json
 
 HELD, CONTRADICTED, ABSENT = "held", "contradicted", "absent"
 
@@ -189,9 +189,8 @@ def _events(files: UpstreamFiles) -> Iterator[Fact]:
 def _windows_of_groups(module: Any) -> Fact:
     """Events of a group name the window of its layers, and a block that one group loses is removed of it alone."""
     manager = module.KVCacheEventManager(100, window_size=64, window_size_by_layer_group={0: 8, 1: 64})
-    page = SimpleNamespace(cache_level=0, priority=35)
     root = SimpleNamespace(reuse_scope=None, ordinal=-1)
-    block = SimpleNamespace(key=b"k" * 32, tokens=[1, 2, 3, 4], prev=root, ordinal=0, storage=[lambda: page] * 2)
+    block = TreeBlock(b"k" * 32, [1, 2, 3, 4], root, 0, [TreePage] * 2)
     manager.add_created_event([9, 0], [0, 1])
     manager.add_stored_block_event_from_block(block)
     manager.add_removed_life_cycle_event(block.key, 0)
@@ -208,12 +207,10 @@ def _groups(module: Any) -> Iterator[Fact]:
         100, window_size=80, window_size_by_layer_group={0: 80, 1: 9, 2: 80}, hash_algo="v1_block_key"
     )
     manager.add_created_event([9, 0], [0, 1, 2])
-    page = SimpleNamespace(cache_level=0, priority=35)
-    chain = [SimpleNamespace(reuse_scope=None, ordinal=-1)]
+    chain: list[Any] = [SimpleNamespace(reuse_scope=None, ordinal=-1)]
     for at in range(4):
         tokens, key = [BLOCK * at + each for each in range(BLOCK)], bytes([at + 1]) * 32
-        storage = [lambda: page] * 3
-        chain.append(SimpleNamespace(key=key, tokens=tokens, prev=chain[-1], ordinal=at, storage=storage))
+        chain.append(TreeBlock(key, [*tokens], chain[-1], at, [TreePage] * 3))
         manager.add_stored_block_event_from_block(chain[-1])
     translator, index, worker = EventTranslator(BLOCK, 2), PrefixIndex(), WorkerKey(WorkerId("w"))
     path = sequence_hashes(block_hashes(pack_tokens(range(4 * BLOCK)), BLOCK))
