@@ -239,6 +239,8 @@ class ForwardBegan(msgspec.Struct, array_like=True, frozen=True, gc=False):
     turn: SessionTurn | None = None
     computes: bool = True
     """Whether the server computes the prompt: one that answers after a prefill leg fetches its KV."""
+    cache_salt: Identifier = ""
+    """The part of the caches that it uses; empty = the common one."""
 
 
 class ForwardEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):

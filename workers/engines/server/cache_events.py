@@ -273,6 +273,9 @@ class CacheEvents:
     def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
         return []
 
+    def note_salt(self, cache_salt: str) -> None:
+        """Take note of the part of the caches that a request is about to use; empty = the common one."""
+
     def is_current(self) -> bool:
         return True
 
@@ -302,13 +305,16 @@ class FollowedEvents(CacheEvents):
         block_size: int,
         context: zmq.Context[Any],
         clock: Clock,
-        root_seed: RootSeed | None = None,
+        roots: RootSeeds | None = None,
         total_blocks: int = 0,
         on_fault: Callable[[str], None] = lambda fault: None,
     ) -> None:
-        """``total_blocks`` are those of each rank; 0 = that is not known. ``on_fault`` gets in what the events do not
-        fit the worker's ranks, whenever that changes."""
-        self._root_seed = root_seed
+        """``roots`` tells whose first blocks are that the events name no salt of; ``None`` = they name them.
+
+        ``total_blocks`` are those of each rank; 0 = that is not known. ``on_fault`` gets in what the events do not
+        fit the worker's ranks, whenever that changes.
+        """
+        self._roots = roots
         self._total_blocks = total_blocks
         self._on_fault = on_fault
         self._sources = sources
@@ -325,6 +331,10 @@ class FollowedEvents(CacheEvents):
 
     def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
         return self._ranks[dp_rank].told.restate() if self._ranks else []
+
+    def note_salt(self, cache_salt: str) -> None:
+        if self._roots is not None:
+            self._roots.note_salt(cache_salt)
 
     def is_current(self) -> bool:
         return all(each.is_current for each in self._ranks)
@@ -348,7 +358,7 @@ class FollowedEvents(CacheEvents):
                 self._context,
                 self._clock,
                 tell,
-                self._root_seed,
+                None if self._roots is None else self._roots.of_stream,
                 self._total_blocks,
                 self._tell_faults,
             )
