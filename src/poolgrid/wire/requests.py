@@ -86,6 +86,11 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return ""
 
 
+def unit_priority(priority: int) -> float:
+    """Return a priority in TensorRT-LLM's range: 0 to 1 (both excluded), 0.5 = usual, higher first."""
+    return 0.5 + 0.5 * priority / (1 + abs(priority))
+
+
 class Routing(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Decisions and settings of the router for the worker to honour."""
 

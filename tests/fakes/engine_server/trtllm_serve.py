@@ -130,20 +130,71 @@ class TrtllmServe(VllmServer):
 
 
 SAMPLING = frozenset(
-    "frequency_penalty logit_bias logprobs n presence_penalty response_format seed stop stream stream_options "
-    "temperature top_p user thinking_token_budget prompt_ignore_length best_of use_beam_search top_k top_p_min min_p "
-    "repetition_penalty length_penalty early_stopping stop_token_ids include_stop_str_in_output ignore_eos min_tokens "
-    "skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens lora_request add_special_tokens "
-    "disaggregated_params conversation_params priority".split()
+    [
+        "frequency_penalty",
+        "logit_bias",
+        "logprobs",
+        "n",
+        "presence_penalty",
+        "response_format",
+        "seed",
+        "stop",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_p",
+        "user",
+        "thinking_token_budget",
+        "prompt_ignore_length",
+        "best_of",
+        "use_beam_search",
+        "top_k",
+        "top_p_min",
+        "min_p",
+        "repetition_penalty",
+        "length_penalty",
+        "early_stopping",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "min_tokens",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "truncate_prompt_tokens",
+        "lora_request",
+        "add_special_tokens",
+        "disaggregated_params",
+        "conversation_params",
+        "priority",
+    ]
 )
 FIELDS = {
     "/v1/completions": SAMPLING
-    | frozenset("model prompt echo max_tokens suffix return_context_logits detokenize".split()),
+    | frozenset(["model", "prompt", "echo", "max_tokens", "suffix", "return_context_logits", "detokenize"]),
     "/v1/chat/completions": SAMPLING
     | frozenset(
-        "messages prompt_token_ids prompt_token_ids_b64 model top_logprobs max_completion_tokens max_tokens tools "
-        "tool_choice reasoning_effort thinking echo add_generation_prompt documents chat_template chat_template_kwargs "
-        "media_io_kwargs cache_salt agent_hierarchy mm_processor_kwargs".split()
+        [
+            "messages",
+            "prompt_token_ids",
+            "prompt_token_ids_b64",
+            "model",
+            "top_logprobs",
+            "max_completion_tokens",
+            "max_tokens",
+            "tools",
+            "tool_choice",
+            "reasoning_effort",
+            "thinking",
+            "echo",
+            "add_generation_prompt",
+            "documents",
+            "chat_template",
+            "chat_template_kwargs",
+            "media_io_kwargs",
+            "cache_salt",
+            "agent_hierarchy",
+            "mm_processor_kwargs",
+        ]
     ),
 }
 """What requests may have in 1.4: any other member is refused. Responses and Messages take any, and pass over it."""

@@ -155,7 +155,8 @@ def test_trtllm_serve_publishes_where_its_worker_listens_if_its_file_asks_for_th
     [
         (
             {
-                "given_file": "{enable_attention_dp: true, kv_cache_config: {kv_events_config: {enable_kv_cache_events: true}}}"
+                "given_file": "enable_attention_dp: true\n"
+                "kv_cache_config: {kv_events_config: {enable_kv_cache_events: true}}"
             },
             "it chooses the rank of a request itself",
         ),

@@ -121,20 +121,22 @@ def followed(directory: Path) -> dict[str, Any]:
 
 
 async def test_a_published_stream_is_the_index_with_the_blocks_of_each_tenant(tmp_path: Path) -> None:
-    async with serving(Options(block_size=4, blocks=64), StreamingServe, tmp_path) as server:
-        async with worker_before(server, "trtllm-serve", **followed(tmp_path)) as front:
-            card = front.journal.cards[0]
-            assert (card.engine, card.block_size, card.limits.max_batch_size) == ("trtllm-serve 1.4.0rc4", 4, 8)
-            for at in range(8):  # evicts
-                await say(front, f"r{at}", f"{'abcd'[at % 4]} question to all, long enough", ("", "one", "two")[at % 3])
-            await front.settled()
-            # A new life of the server: what it held is gone.
-            await server.stop()
-            await front.consolidator.until(lambda journal: journal.goodbyes)
-            await server.start()
-            await front.consolidator.until(lambda journal: len(journal.cards) > 1)
-            await say(front, "again", "another question", "two")
-            await front.settled()
+    async with (
+        serving(Options(block_size=4, blocks=64), StreamingServe, tmp_path) as server,
+        worker_before(server, "trtllm-serve", **followed(tmp_path)) as front,
+    ):
+        card = front.journal.cards[0]
+        assert (card.engine, card.block_size, card.limits.max_batch_size) == ("trtllm-serve 1.4.0rc4", 4, 8)
+        for at in range(8):  # evicts
+            await say(front, f"r{at}", f"{'abcd'[at % 4]} question to all, long enough", ("", "one", "two")[at % 3])
+        await front.settled()
+        # A new life of the server: what it held is gone.
+        await server.stop()
+        await front.consolidator.until(lambda journal: journal.goodbyes)
+        await server.start()
+        await front.consolidator.until(lambda journal: len(journal.cards) > 1)
+        await say(front, "again", "another question", "two")
+        await front.settled()
 
 
 async def test_blocks_of_a_salt_that_no_router_reported_are_told_to_nobody(tmp_path: Path) -> None:
