@@ -174,7 +174,7 @@ class WorkerLink:
     def forward_began(self, began: ForwardBegan) -> None:
         """Have the worker soon book a request that went straight to its server; a link that is down loses it.
 
-        At once with a salt that is new to the worker: it must know it before the server tells of the first block.
+        At once with a salt that is new to the worker: it must know it before the first block's event comes.
         """
         self._began.append(began)
         self._soon_forwards.added(len(self._began), FORWARDS_TOGETHER_MAX)

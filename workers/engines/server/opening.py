@@ -230,7 +230,7 @@ async def _first_facts(
 def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKind) -> ServerFacts:
     """Return a server's facts, completed by options.
 
-    Raises ``ValueError`` for a role that is not the server's, and for ranks that nobody can choose.
+    Raises ``ValueError`` for a role that is not the server's, and for ranks that cannot be chosen.
     """
     if kind.chooses_rank and len(settings.kv_events_endpoint) > 1:
         raise ValueError(

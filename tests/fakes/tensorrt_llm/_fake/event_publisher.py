@@ -113,7 +113,7 @@ class RankPublisher:
             parent = data["parent_hash"]
             above = None if parent is None else self._digests[parent]
             scope = self._scope_of(whole[0]["block_hash"]) if parent is None else ()
-            digests = []
+            digests: list[bytes] = []
             for block in whole:
                 tokens = [token["token_id"] for token in block["tokens"]]
                 digests.append(radix_key(digests[-1] if digests else above, tokens, *(() if digests else scope)))
