@@ -21,18 +21,7 @@ from poolgrid.transport.planes import PlaneContext, PlaneMetrics
 from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
 from poolgrid.wire.limits import ANSWERS_TOGETHER_MAX
-from poolgrid.wire.requests import (
-    Cancel,
-    FinishReason,
-    ForwardBegan,
-    Forwarded,
-    Generate,
-    Ping,
-    Pong,
-    Sampling,
-    TokenBatch,
-    TokenDelta,
-)
+from poolgrid.wire.requests import Cancel, FinishReason, Generate, Ping, Pong, Sampling, TokenBatch, TokenDelta
 from poolgrid.wire.sessions import TurnAnswer
 
 
@@ -61,7 +50,6 @@ class Worker:
         self.peers: set[bytes] = set()
         self.told: asyncio.Queue[tuple[TurnAnswer, ...] | None] = asyncio.Queue()
         """Answers of turns, by message."""
-        self.forwards: asyncio.Queue[Forwarded] = asyncio.Queue()
         self._socket = CallbackSocket(socket, self._on_frames)
 
     def _on_frames(self, frames: list[bytes]) -> None:
@@ -71,8 +59,6 @@ class Worker:
             self._socket.send([frames[0], codec.from_worker.encode(Pong(message.nonce, 1))])
         elif isinstance(message, Cancel):
             self.told.put_nowait(message.answered)
-        elif isinstance(message, Forwarded):
-            self.forwards.put_nowait(message)
         elif isinstance(message, Generate):
             end = TokenDelta(message.request_id, 0, bytes(4), FinishReason.LENGTH)
             batch = TokenBatch(0, [end] * message.sampling.max_tokens)
@@ -166,23 +152,6 @@ def test_a_worker_is_told_of_many_answers_together() -> None:
         assert await made.worker.told.get() == tuple(answers[ANSWERS_TOGETHER_MAX:])
         link.answered(answers[0])
         assert await made.worker.told.get() == (answers[0],)
-
-    run(scenario)
-
-
-def test_a_worker_is_told_of_a_new_salt_at_once_and_of_other_requests_together() -> None:
-    async def scenario(made: Scene) -> None:
-        link = await made.links.up(made.worker.endpoint, 10)
-        assert link is not None
-
-        async def told_by(*salts: str) -> list[str]:
-            for number, salt in enumerate(salts):
-                link.forward_began(ForwardBegan(f"r{number}", 0, 4, 0, cache_salt=salt))
-            return [each.cache_salt for each in (await made.worker.forwards.get()).began]
-
-        assert await told_by("", "one", "two", "two", "one", "") == ["", "one"]
-        assert [each.cache_salt for each in (await made.worker.forwards.get()).began] == ["two"]
-        assert [each.cache_salt for each in (await made.worker.forwards.get()).began] == ["two", "one", ""]
 
     run(scenario)
 

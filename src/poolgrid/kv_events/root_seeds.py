@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from blake3 import blake3
 
@@ -43,7 +43,8 @@ SALTS_MAX = 256
 class RootSeeds:
     """The first blocks of requests that have a salt or an adapter."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, digest_is_known: bool = False) -> None:
+        """``digest_is_known``: a name in the stream that is not ours is another tenant's, never another version's."""
         self._bytes = 4 * block_size
         self._seeds: OrderedDict[int, int] = OrderedDict()
         self._tokens: OrderedDict[bytes, None] = OrderedDict()
@@ -53,7 +54,7 @@ class RootSeeds:
         """This engine has named a salt."""
         self._hash_is_known = False
         """A first block of this engine had the hash of its bare tokens."""
-        self._digest_is_known = False
+        self._digest_is_known = digest_is_known
         """The digest of a first block in its stream was ours."""
         self._salts: OrderedDict[str, None] = OrderedDict()
 
@@ -88,10 +89,18 @@ class RootSeeds:
             return None if self._hash_is_known else BASE_SEED
         return BASE_SEED if self._names_salts and block.tokens not in self._adapted else None
 
-    def note_salt(self, cache_salt: str) -> None:
-        """Remember a salt of requests whose prompts are not seen here."""
+    def note_salt(self, cache_salt: str) -> bool:
+        """Remember a salt of requests whose prompts are not seen here; return whether it is new."""
+        is_new = bool(cache_salt) and cache_salt not in self._salts
         if cache_salt:
             _remember(self._salts, cache_salt, None, SALTS_MAX)
+        return is_new
+
+    @staticmethod
+    def of_salt(cache_salt: str) -> Callable[[bytes, int], int | None]:
+        """Return what does the same as ``of_stream``, for this salt alone."""
+        salt_id, seed = salt_ids(cache_salt)[0], hash_seed("", cache_salt)
+        return lambda tokens, name: seed if root_digest(tokens, salt_id) == name else None
 
     def of_stream(self, tokens: bytes, name: int) -> int | None:
         """Return the same for the first block of a chain in the stream, by its tokens and its name there."""

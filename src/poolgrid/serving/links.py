@@ -59,9 +59,6 @@ ANSWERS_TOGETHER_S: Final = 0.05
 This router knows of them at once, and no other is asked for the next turn sooner, unless its client has nothing to
 do."""
 
-SALTS_KNOWN_MAX: Final = 256
-"""Cache salts of which a link remembers that its worker was told."""
-
 FIRST_PING_RETRY_S: Final = 0.005
 """libzmq may tell of a connection a moment before it takes messages for it; the first ping is then tried again."""
 
@@ -77,16 +74,16 @@ class _Soon:
     def added(self, waiting: int, most: int) -> None:
         """Note that something was added, which makes it ``waiting`` of at most ``most``."""
         if waiting >= most:
-            self.now()
+            self._now()
         elif self._timer is None:
-            self._timer = self._loop.call_later(ANSWERS_TOGETHER_S, self.now)
+            self._timer = self._loop.call_later(ANSWERS_TOGETHER_S, self._now)
 
     def cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def now(self) -> None:
+    def _now(self) -> None:
         self.cancel()
         self._report()
 
@@ -126,8 +123,6 @@ class WorkerLink:
         self._computed: list[str] = []
         self._ended: list[ForwardEnded] = []
         """Of forwarded requests, not reported yet; the worker takes them in this order."""
-        self._salts: set[str] = set()
-        """Those of requests that were reported since the link came up."""
         self._soon_answers = _Soon(self._loop, self._report_answers)
         self._soon_forwards = _Soon(self._loop, self._report_forwards)
         self._waiting: deque[Iterator[TokenDelta]] = deque()
@@ -172,17 +167,9 @@ class WorkerLink:
             self._dealer.send(codec.to_worker.encode(Cancel(answers[0].request_id, tuple(answers))))
 
     def forward_began(self, began: ForwardBegan) -> None:
-        """Have the worker soon book a request that went straight to its server; a link that is down loses it.
-
-        At once with a salt that is new to the worker: it must know it before the first block's event comes.
-        """
+        """Have the worker soon book a request that went straight to its server; a link that is down loses it."""
         self._began.append(began)
         self._soon_forwards.added(len(self._began), FORWARDS_TOGETHER_MAX)
-        if began.cache_salt and began.cache_salt not in self._salts:
-            if len(self._salts) >= SALTS_KNOWN_MAX:
-                self._salts.clear()
-            self._salts.add(began.cache_salt)
-            self._soon_forwards.now()
 
     def forward_computed(self, request_id: str) -> None:
         self._computed.append(request_id)
@@ -290,7 +277,6 @@ class WorkerLink:
     def _go_down(self, why: str) -> None:
         if self.is_up:
             self.is_up = False
-            self._salts.clear()
             self._fresh_from = self._nonce + 1
             while self._waiting:
                 self._take_one()

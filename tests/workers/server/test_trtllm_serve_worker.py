@@ -139,19 +139,20 @@ async def test_a_published_stream_is_the_index_with_the_blocks_of_each_tenant(tm
         await front.settled()
 
 
-async def test_blocks_of_a_salt_that_no_router_reported_are_told_to_nobody(tmp_path: Path) -> None:
+async def test_blocks_of_a_salt_are_told_once_a_router_has_reported_it(tmp_path: Path) -> None:
     async with (
         serving(Options(block_size=4, blocks=256), StreamingServe, tmp_path) as server,
         worker_before(server, "trtllm-serve", **followed(tmp_path)) as front,
     ):
-        await say(front, "plain", "a question to all")
-        await front.settled()
-        await say(front, "", "a secret question", "nobody knows", reported=False)
+        await say(front, "", "a secret question", "of one", reported=False)
         await say(front, "last", "the last question")
-        last, secret = path_of("the last question"), path_of("a secret question", "nobody knows")
+        last, secret = path_of("the last question"), path_of("a secret question", "of one")
         assert server.caches[0].names() >= last | secret
         await front.consolidator.until(lambda journal: index_of(journal.events) >= last)
         assert index_of(front.journal.events).isdisjoint(secret)
+        await say(front, "now", "another secret question", "of one")
+        await front.consolidator.until(lambda journal: index_of(journal.events) >= secret)
+        await front.settled()
 
 
 async def test_the_events_of_ranks_that_the_server_chooses_are_not_followed(tmp_path: Path) -> None:

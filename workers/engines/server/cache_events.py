@@ -97,7 +97,14 @@ class RankEvents:
         key = WorkerKey(WorkerId("engine server"), source.dp_rank)
         has_replay = bool(source.replay_endpoint)
         self._follower = PubFollower(
-            key, block_size, BLOCKS_MAX, has_replay, REPLAY_TIMEOUT_MS, LEASE_MS, root_seed=root_seed
+            key,
+            block_size,
+            BLOCKS_MAX,
+            has_replay,
+            REPLAY_TIMEOUT_MS,
+            LEASE_MS,
+            root_seed=root_seed,
+            holds_unclaimed=True,
         )
         self._sockets = PublisherSockets(
             f"of rank {source.dp_rank}", source, context, clock, LEASE_MS, self._follower, self._on_effects
@@ -182,6 +189,11 @@ class RankEvents:
 
     def close(self) -> None:
         self._sockets.close()
+
+    def claim(self, seed: RootSeed) -> None:
+        """Tell of the blocks that were held until whose they are is known."""
+        if effects := self._follower.claim(seed, self._clock.wall_ms()):
+            self._on_effects(effects)
 
     def _note_state(self) -> None:
         """Follow how far the publisher is read."""
@@ -333,8 +345,10 @@ class FollowedEvents(CacheEvents):
         return self._ranks[dp_rank].told.restate() if self._ranks else []
 
     def note_salt(self, cache_salt: str) -> None:
-        if self._roots is not None:
-            self._roots.note_salt(cache_salt)
+        if self._roots is not None and self._roots.note_salt(cache_salt):
+            fits = self._roots.of_salt(cache_salt)
+            for each in self._ranks:
+                each.claim(fits)
 
     def is_current(self) -> bool:
         return all(each.is_current for each in self._ranks)

@@ -104,7 +104,7 @@ async def _asked(
                 facts.block_size,
                 around.context,
                 around.awake,
-                roots=None if kind.names_salts else RootSeeds(facts.block_size),
+                roots=None if kind.names_salts else RootSeeds(facts.block_size, digest_is_known=True),
                 total_blocks=facts.total_blocks or 0,
                 on_fault=tell_fault,
             )
