@@ -7,8 +7,11 @@ behaviour run upstream's code; facts about fields read its source.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
 import json
 import random
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +23,7 @@ import msgspec
 
 from poolgrid.kv_events.cache_events import Cleared
 from poolgrid.kv_events.pub import EngineStored, decode_pub
-from poolgrid.kv_events.root_seeds import root_key, salt_ids
+from poolgrid.kv_events.root_seeds import root_digest, root_key, salt_ids
 from poolgrid.kv_events.trtllm import parse_event
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, GroupsReported
@@ -32,7 +35,7 @@ from poolgrid.workers.engines.trtllm.arguments.contract import KV_CACHE, TOP, Co
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import KV_EVENTS, EventStreamEndpoints, stream_faults
 from poolgrid.workers.engines.trtllm.arguments.installed import TOP_CLASS, read_facts
 from tests.fakes import FAKES_PATH
-from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id, truncated
+from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, radix_key, salt_id, truncated
 from tests.fakes.tensorrt_llm.llmapi.llm import _block_names
 from tests.trtllm_upstream.argument_classes import ArgumentClasses
 from tests.trtllm_upstream.files import (
@@ -44,6 +47,7 @@ from tests.trtllm_upstream.files import (
     HASH,
     PUBLISHER,
     SAMPLING,
+    TREE,
     StoredInStream,
     UpstreamFiles,
 )
@@ -130,6 +134,31 @@ def _hashes(files: UpstreamFiles) -> Iterator[Fact]:
     automatic = SimpleNamespace(use_kv_cache_manager_v2=True, kv_cache_event_hash_algo="auto")
     effective = theirs.get_effective_kv_cache_event_hash_algo("auto", True)
     yield _compare("block_hash.auto with the second manager (the fake's)", _block_names(automatic).value, effective)
+
+
+def _names(files: UpstreamFiles) -> Iterator[Fact]:
+    """Compare the names in the stream, by which tenants are distinguished there."""
+    parts = "Hasher", "reuse_scope_to_bytes", "sequence_to_blockchain_keys"
+    theirs = files.part(TREE, *parts, hashlib=hashlib, itertools=itertools, array=array, NDEBUG=0)
+    randomness = random.Random(0)
+    ours_at, theirs_at, roots = [], [], []
+    for _ in range(500):
+        tokens = [randomness.getrandbits(31) for _ in range(BLOCK * randomness.randint(1, 4))]
+        if randomness.random() < 0.2:
+            tokens[-1] = randomness.randbytes(32)  # a medium
+        lora, salt = (randomness.choice([None, 0, randomness.getrandbits(bits)]) for bits in (31, 64))
+        _, *blocks = theirs["sequence_to_blockchain_keys"](BLOCK, (lora, salt), tokens)
+        above = None
+        for block, name in blocks:
+            written = [each.hex() if isinstance(each, bytes) else each for each in block]
+            above = radix_key(above, written, salt, lora)
+            ours_at.append(above)
+            theirs_at.append(name)
+        first, name = blocks[0]
+        if not any(isinstance(each, bytes) for each in first):
+            roots.append(root_digest(pack_tokens(first), salt, lora) == truncated(name))
+    yield _compare(f"stream.names ({len(ours_at)} random blocks, the fake's)", ours_at, theirs_at)
+    yield _compare("stream.names (first blocks, the worker's)", True, all(roots))
 
 
 # -- the second cache manager's events ---------------------------------------------------------------------------------
@@ -412,6 +441,7 @@ def _parameters(file: str, kind: str, section: str) -> Callable[[UpstreamFiles],
 
 GROUPS: Mapping[str, Callable[[UpstreamFiles], Iterator[Fact]]] = {
     HASH: _hashes,
+    TREE: _names,
     EVENTS: _events,
     PUBLISHER: _stream,
     FANOUT: _fanout,

@@ -145,7 +145,7 @@ def _unit_priority(
     return None if priority_max is None or asked is None else min(asked, unit_priority(priority_max))
 
 
-def _number(value: Raw | None, form: type[T] = int) -> T | None:  # type: ignore[assignment]
+def _number(value: Raw | None, form: type[T] = int) -> T | None:
     if value is None:
         return None
     try:
