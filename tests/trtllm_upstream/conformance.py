@@ -143,7 +143,7 @@ def _names(files: UpstreamFiles) -> Iterator[Fact]:
     randomness = random.Random(0)
     ours_at, theirs_at, roots = [], [], []
     for _ in range(500):
-        tokens = [randomness.getrandbits(31) for _ in range(BLOCK * randomness.randint(1, 4))]
+        tokens: list[int | bytes] = [randomness.getrandbits(31) for _ in range(BLOCK * randomness.randint(1, 4))]
         if randomness.random() < 0.2:
             tokens[-1] = randomness.randbytes(32)  # a medium
         lora, salt = (randomness.choice([None, 0, randomness.getrandbits(bits)]) for bits in (31, 64))
