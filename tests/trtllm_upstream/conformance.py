@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from poolgrid.forwarding import trtllm_serve
 from poolgrid.kv_events.cache_events import Cleared
 from poolgrid.kv_events.pub import EngineStored, decode_pub
 from poolgrid.kv_events.root_seeds import root_digest, root_key, salt_ids
@@ -29,6 +30,7 @@ from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, GroupsReported
 from poolgrid.wire.hashing import block_hashes, hash_array, pack_tokens, sequence_hashes
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.wire.sessions import SessionTurn
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.engines.server.dialects.trtllm_serve import FANOUT_EVENTS_MAX
 from poolgrid.workers.engines.trtllm.arguments.contract import KV_CACHE, TOP, Contract, contract, contract_of
@@ -41,11 +43,13 @@ from tests.trtllm_upstream.argument_classes import ArgumentClasses
 from tests.trtllm_upstream.files import (
     ARGUMENTS,
     COMMON,
+    CONVERSATION,
     DISAGGREGATED,
     EVENTS,
     FANOUT,
     HASH,
     PUBLISHER,
+    REQUESTS,
     SAMPLING,
     TREE,
     StoredInStream,
@@ -345,6 +349,34 @@ def _fanout(files: UpstreamFiles) -> Iterator[Fact]:
     yield _compare("fan-out.a gap is all_cleared, and read", Cleared, type(parse_event(queue.get_nowait()[1])))
 
 
+def _conversations(files: UpstreamFiles) -> Iterator[Fact]:
+    module = files.load(CONVERSATION)
+    ours = [name.decode() for name in trtllm_serve.CONVERSATION_HEADERS]
+    yield _compare("requests.headers of conversations", ours, [*module.CONVERSATION_ID_HEADERS])
+    turn = SessionTurn("talk", tenant=7)
+    lines = {name.decode(): value.decode() for name, value in trtllm_serve.conversation_lines(turn, ())}
+    found = module.extract_conversation_id_from_headers(lines)
+    yield _compare("requests.conversation that is read", turn.conversation, found)
+
+
+REQUEST_CLASSES = {
+    "/v1/chat/completions": "ChatCompletionRequest",
+    "/v1/completions": "CompletionRequest",
+    "/v1/responses": "ResponsesRequest",
+}
+
+
+def _requests(files: UpstreamFiles) -> Iterator[Fact]:
+    for path, kind in REQUEST_CLASSES.items():
+        fields = files.fields(REQUESTS, kind)
+        if fields is None:
+            yield Fact(f"requests.{kind}", ABSENT, theirs="no such class")
+            continue
+        ours = (path == trtllm_serve.SALTED_PATH, path in trtllm_serve.PRIORITY_PATHS)
+        theirs = ("cache_salt" in fields, "priority" in fields)
+        yield _compare(f"requests.salt and priority on {path}", ours, theirs)
+
+
 def _stored_data(name: int, parent: int | None) -> dict[str, Any]:
     tokens = [{"type": "unique_token", "token_id": 4 * name + at, "token_extra_id": 0} for at in range(BLOCK)]
     block = {"type": "stored_block", "block_hash": name, "tokens": tokens, "cache_level": 0, "priority": 35}
@@ -445,6 +477,8 @@ GROUPS: Mapping[str, Callable[[UpstreamFiles], Iterator[Fact]]] = {
     EVENTS: _events,
     PUBLISHER: _stream,
     FANOUT: _fanout,
+    CONVERSATION: _conversations,
+    REQUESTS: _requests,
     ARGUMENTS: _arguments,
     DISAGGREGATED: _parameters(DISAGGREGATED, "DisaggregatedParams", "disaggregated_params"),
     SAMPLING: _parameters(SAMPLING, "SamplingParams", "sampling_params"),
