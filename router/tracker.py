@@ -23,7 +23,6 @@ from poolgrid.kernel.requests.legs import (
     WorkerOvercommitted,
     WorkerReported,
 )
-from poolgrid.kernel.routing.engine_backlog import times_ms
 from poolgrid.kernel.routing.inputs import Booked, Expired, Overcommitted, PromptComputed, Released
 from poolgrid.kernel.routing.router_state import RouterState
 from poolgrid.kernel.routing.selector import PROMPT_STAGES
@@ -33,6 +32,7 @@ from poolgrid.kernel.wire.requests import FinishReason, ForwardBegan, ForwardEnd
 from poolgrid.kernel.wire.trace_context import TraceContext
 from poolgrid.server.process.clock import Clock
 from poolgrid.server.process.instruments import Counter
+from poolgrid.server.router.engine_backlog import times_ms
 from poolgrid.server.router.examiner import Examiner, uncached_of
 from poolgrid.server.router.fleet_links import FleetLinks
 from poolgrid.server.router.metrics import RouterMetrics
@@ -119,9 +119,17 @@ class RouterTracker(RequestTracker[LocalRequest]):
         """Report to the worker what went past it to its server: its events show other routers the load."""
         link = self._links.get(dispatch.endpoint)
         if link is not None:
-            isl, rank = decision.request.isl, dispatch.worker.dp_rank
-            computes = dispatch.stage is not Stage.DECODE
-            link.forward_began(ForwardBegan(dispatch.id, rank, isl, decision.overlap_tokens, request.turn, computes))
+            link.forward_began(
+                ForwardBegan(
+                    dispatch.id,
+                    dispatch.worker.dp_rank,
+                    decision.request.isl,
+                    decision.overlap_tokens,
+                    request.turn,
+                    dispatch.stage is not Stage.DECODE,
+                    request.cache_salt,
+                )
+            )
 
     def _expect_unseen(self, decision: Decision, dispatch: Dispatch) -> None:
         """Count a prompt as computed when that is expected: of an answer in one piece only the end is seen, and its

@@ -64,6 +64,11 @@ class SessionTurn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     repeats: U64 = 0
     """``tail`` of a kept prompt of the tenant that this one begins with: both count once; 0 = none."""
 
+    @property
+    def conversation(self) -> str:
+        """Name for an engine, which knows no tenants: they may choose the same names."""
+        return f"{self.tenant:016x}-{self.session}"
+
 
 class TurnAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The complete answer of a turn, as its router saw it."""
