@@ -119,9 +119,17 @@ class RouterTracker(RequestTracker[LocalRequest]):
         """Report to the worker what went past it to its server: its events show other routers the load."""
         link = self._links.get(dispatch.endpoint)
         if link is not None:
-            isl, rank = decision.request.isl, dispatch.worker.dp_rank
-            computes = dispatch.stage is not Stage.DECODE
-            link.forward_began(ForwardBegan(dispatch.id, rank, isl, decision.overlap_tokens, request.turn, computes))
+            link.forward_began(
+                ForwardBegan(
+                    dispatch.id,
+                    dispatch.worker.dp_rank,
+                    decision.request.isl,
+                    decision.overlap_tokens,
+                    request.turn,
+                    dispatch.stage is not Stage.DECODE,
+                    request.cache_salt,
+                )
+            )
 
     def _expect_unseen(self, decision: Decision, dispatch: Dispatch) -> None:
         """Count a prompt as computed when that is expected: of an answer in one piece only the end is seen, and its

@@ -48,7 +48,11 @@ PROOFS = {
         "tests/workers/server/test_sglang_worker.py",
     ),
     "trtllm-serve": Proof(
-        "trtllm-serve", "TensorRT-LLM 1.2", "no", "yes", "tests/workers/server/test_trtllm_serve_worker.py"
+        "trtllm-serve",
+        "TensorRT-LLM 1.2",
+        "no",
+        "yes: stream of 1.4 by upstream's own code",
+        "tests/workers/server/test_trtllm_serve_worker.py",
     ),
     "server": Proof(
         "any of these servers, found out", "OpenAI's API", "as above", "yes", "tests/workers/server/test_follower.py"
@@ -63,22 +67,37 @@ PROOFS = {
     "simulated": Proof("simulated engine", "built in", "is its own", "", "tests/simulation/test_pool.py"),
 }
 
+FORWARDED = "forwarded, not run"
+
 FEATURES: Sequence[tuple[str, str, str, str, str]] = (
     # feature, vLLM, SGLang, trtllm-serve, TensorRT-LLM in the worker
-    ("KV events", "real", "real", "stand-in, over HTTP", "stand-in"),
-    ("event replay after a loss", "real", "stand-in", "no", "stand-in: resync by the worker"),
+    ("KV events", "real", "real", "stand-in (HTTP); upstream's code (stream of 1.4)", "upstream's code (1.4)"),
+    (
+        "event replay after a loss",
+        "real",
+        "stand-in",
+        "upstream's code (stream of 1.4)",
+        "upstream's code (stream of 1.4); stand-in (resync by the worker)",
+    ),
     ("cached tokens reported", "real", "real", "stand-in", "stand-in"),
     ("migration of a running stream", "real", "stand-in", "stand-in", "stand-in"),
     ("disaggregated prefill and decode", "real (NIXL, CPU)", "stand-in", "stand-in", "stand-in"),
-    ("prompt ids with the text", "real", "stand-in", "no", "its only form"),
-    ("structured output, tools, reasoning", "its own: real", "its own", "its own", "stand-in that applies guides"),
-    ("log probabilities", "its own: real", "its own", "its own", "stand-in"),
-    ("LoRA adapters", "its own, to a server that has it", "the same", "the same", "stand-in"),
-    ("cache salt (tenants)", "real", "from 0.5.23", "its own", "stand-in"),
-    ("images, audio", "its own", "its own", "its own", "stand-in"),
-    ("priorities", "its own", "its own", "its own", "releases after 1.2.1"),
-    ("data-parallel ranks", "stand-in", "stand-in", "one rank", "stand-in"),
-    ("logits processors", "its own", "its own", "its own", "stand-in"),
+    ("prompt ids with the text", "real", "stand-in", "no", "stand-in, its only form"),
+    ("structured output, tools, reasoning", "forwarded: real", FORWARDED, FORWARDED, "stand-in that applies guides"),
+    ("log probabilities", "forwarded: real", FORWARDED, FORWARDED, "stand-in"),
+    ("LoRA adapters", FORWARDED, FORWARDED, FORWARDED, "stand-in"),
+    (
+        "cache salt (tenants)",
+        "real",
+        "stand-in, from 0.5.23",
+        "stand-in, chats alone; digests by upstream's code",
+        "stand-in; hashes by upstream's code",
+    ),
+    ("images, audio", "forwarded: real refusals", FORWARDED, FORWARDED, "stand-in"),
+    ("priorities", "forwarded: real", FORWARDED, "stand-in, from 1.4", "stand-in, after 1.2.1"),
+    ("conversations named to the engine", "no", "no", "stand-in, from 1.4", "stand-in, from 1.4"),
+    ("data-parallel ranks", "stand-in", "stand-in", "no: one rank", "stand-in"),
+    ("logits processors", FORWARDED, FORWARDED, FORWARDED, "stand-in"),
 )
 
 SINCE = (
@@ -99,9 +118,9 @@ HEAD = """# Support matrix
 
 <!-- Generated: python -m lab.website.support_page -->
 
-What poolgrid runs with, and how each combination was tested. **Real** means the real software. **Stand-in** means a
-server or package of this repository that follows the published protocol. Other pages link here instead of repeating
-versions.
+What poolgrid runs with, and how each combination was tested. **Real** means the real software. **Upstream's code**
+means parts of the engine's own sources, without a GPU (`make trtllm-upstream`). **Stand-in** means a server or package
+of this repository that follows the published protocol. Other pages link here instead of repeating versions.
 """
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from poolgrid.kernel.kv_events import root_seeds
 from poolgrid.kernel.kv_events.cache_events import StoredBlock
-from poolgrid.kernel.kv_events.root_seeds import RootSeeds, root_key, salt_ids
+from poolgrid.kernel.kv_events.root_seeds import RootSeeds, root_digest, root_key, salt_ids
 from poolgrid.kernel.wire.errors import DecodeError
 from poolgrid.kernel.wire.events import LoadReported
 from poolgrid.kernel.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
@@ -32,7 +32,7 @@ from poolgrid.plugins.trtllm.model_files import read_model_facts
 from poolgrid.plugins.trtllm.requests import EngineRequests
 from poolgrid.server.workers.engines.lifecycle.health import EngineBrokenError, ProgressMonitor
 from poolgrid.server.workers.engines.lifecycle.rank_load import RankLoad
-from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id
+from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, radix_key, salt_id, truncated
 from tests.fakes.tensorrt_llm.executor.result import CompletionOutput, Logprob
 from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine
 from tests.trtllm.facts import facts
@@ -180,6 +180,31 @@ def test_root_keys_are_the_engines_hashes(tokens: list[int], salt: str, lora: in
     for known, algorithm in zip(salt_ids(salt), ("sha256", "blake3"), strict=False):
         theirs = salt_id(salt, algorithm) if salt else None
         assert root_key(tokens, known, lora) == block_key_hash(tokens, 0, theirs, lora)
+
+
+@given(tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=64), salt=st.text(max_size=9))
+def test_root_digests_are_the_names_of_the_stream(tokens: list[int], salt: str) -> None:
+    for lora in (None, 0, 2**31):
+        theirs = truncated(radix_key(None, tokens, salt_id(salt) if salt else None, lora))
+        assert root_digest(pack_tokens(tokens), salt_ids(salt)[0], lora) == theirs
+
+
+def test_a_first_block_of_the_stream_is_tried_with_the_salts_that_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(root_seeds, "SALTS_MAX", 2)
+    roots = RootSeeds(4)
+    tokens = pack_tokens([1, 2, 3, 4])
+    names = {salt: root_digest(tokens, salt_ids(salt)[0]) for salt in ("", "a", "b", "c")}
+    assert roots.of_stream(tokens, 99) == BASE_SEED, "the engine may name otherwise"
+    for salt in ("a", "b", ""):
+        roots.note_salt(salt)
+    assert roots.of_stream(tokens, names["a"]) == hash_seed("", "a")
+    assert roots.of_stream(tokens, names[""]) == BASE_SEED
+    assert roots.of_stream(tokens, 99) is None, "it names as we do, so this is somebody's"
+    assert roots.of_stream(tokens, names["c"]) is None
+    roots.note_salt("c")
+    assert roots.of_stream(tokens, names["c"]) == hash_seed("", "c")
+    assert roots.of_stream(tokens, names["b"]) is None, "the one that was not used is forgotten"
+    assert roots.of_stream(tokens, names["a"]) == hash_seed("", "a")
 
 
 def block(tokens: list[int], key: int) -> StoredBlock:

@@ -10,9 +10,9 @@ import pytest
 from llguidance import LLMatcher
 
 from poolgrid.kernel.wire.hashing import pack_tokens
-from poolgrid.kernel.wire.requests import Generate, RefusalKind, Routing, Sampling
+from poolgrid.kernel.wire.requests import Generate, RefusalKind, Routing, Sampling, unit_priority
 from poolgrid.kernel.worker_protocol.refusal import RefusedError, UnableError, UnsupportedError
-from poolgrid.plugins.trtllm.core.sampling import SamplingPlan, engine_priority, plan_sampling
+from poolgrid.plugins.trtllm.core.sampling import SamplingPlan, plan_sampling
 from tests.fakes.tensorrt_llm import GuidedDecodingParams, SamplingParams
 
 ANY_NUMBER = {"type": "json_schema", "json_schema": {"type": "number"}}
@@ -124,7 +124,7 @@ def test_a_guide_that_has_begun_on_another_worker_is_refused_and_may_go_on_elsew
 
 
 def test_priorities_keep_their_order_in_the_engines_range() -> None:
-    made = [engine_priority(each) for each in (-100, -1, 0, 1, 2, 10**9)]
+    made = [unit_priority(each) for each in (-100, -1, 0, 1, 2, 10**9)]
     assert made == sorted(set(made))
     assert made[2] == 0.5
     assert 0 < made[0] < made[-1] < 1

@@ -35,6 +35,12 @@ class Foreign:
         return core_schema.any_schema()
 
 
+class StrictBaseModel(pydantic.BaseModel):
+    """Upstream's own base, which newer versions import from another file."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+
 class ArgumentClasses:
     """The classes of one ``llm_args.py``."""
 
@@ -50,6 +56,8 @@ class ArgumentClasses:
             name: Foreign for name in names if name not in known and name not in builtin and name not in self._nodes
         }
         known |= {"Path": str, "Foreign": Foreign, "object": Foreign}
+        if "StrictBaseModel" not in self._nodes:
+            known["StrictBaseModel"] = StrictBaseModel
         self._known = known
         for each in module.body:
             name, statement = self._statement(each)

@@ -7,8 +7,11 @@ behaviour run upstream's code; facts about fields read its source.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
 import json
 import random
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,33 +24,38 @@ import msgspec
 from poolgrid.kernel.index.prefix_index import PrefixIndex
 from poolgrid.kernel.kv_events.cache_events import Cleared
 from poolgrid.kernel.kv_events.pub import EngineStored, decode_pub
-from poolgrid.kernel.kv_events.root_seeds import root_key, salt_ids
+from poolgrid.kernel.kv_events.root_seeds import root_digest, root_key, salt_ids
 from poolgrid.kernel.kv_events.trtllm import parse_event
 from poolgrid.kernel.wire.events import BlocksRemoved, BlocksStored, GroupsReported
 from poolgrid.kernel.wire.hashing import block_hashes, hash_array, pack_tokens, sequence_hashes
 from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.kernel.wire.sessions import SessionTurn
 from poolgrid.kernel.worker_protocol.event_translation import EventTranslator
 from poolgrid.plugins.trtllm.arguments.contract import KV_CACHE, TOP, Contract, contract, contract_of
 from poolgrid.plugins.trtllm.arguments.engine_rules import KV_EVENTS, EventStreamEndpoints, stream_faults
 from poolgrid.plugins.trtllm.arguments.installed import TOP_CLASS, read_facts
+from poolgrid.server.forwarding import trtllm_serve
 from poolgrid.server.workers.engines.server.dialects.trtllm_serve import FANOUT_EVENTS_MAX
 from tests.fakes import FAKES_PATH
-from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id, truncated
+from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, radix_key, salt_id, truncated
 from tests.fakes.tensorrt_llm.llmapi.llm import _block_names
 from tests.trtllm_upstream.argument_classes import ArgumentClasses
 from tests.trtllm_upstream.files import (
     ARGUMENTS,
     COMMON,
+    CONVERSATION,
     DISAGGREGATED,
     EVENTS,
     FANOUT,
     HASH,
     PUBLISHER,
+    REQUESTS,
     SAMPLING,
+    TREE,
     StoredInStream,
     UpstreamFiles,
 )
-from tests.trtllm_upstream.tenants import ALGORITHMS, BLOCK, Engine, TenantsReport, as_json
+from tests.trtllm_upstream.tenants import ALGORITHMS, BLOCK, Engine, TenantsReport, TreeBlock, TreePage, as_json
 
 HELD, CONTRADICTED, ABSENT = "held", "contradicted", "absent"
 
@@ -132,6 +140,31 @@ def _hashes(files: UpstreamFiles) -> Iterator[Fact]:
     yield _compare("block_hash.auto with the second manager (the fake's)", _block_names(automatic).value, effective)
 
 
+def _names(files: UpstreamFiles) -> Iterator[Fact]:
+    """Compare the names in the stream, by which tenants are distinguished there."""
+    parts = "Hasher", "reuse_scope_to_bytes", "sequence_to_blockchain_keys"
+    theirs = files.part(TREE, *parts, hashlib=hashlib, itertools=itertools, array=array, NDEBUG=0)
+    randomness = random.Random(0)
+    ours_at, theirs_at, roots = [], [], []
+    for _ in range(500):
+        tokens: list[int | bytes] = [randomness.getrandbits(31) for _ in range(BLOCK * randomness.randint(1, 4))]
+        if randomness.random() < 0.2:
+            tokens[-1] = randomness.randbytes(32)  # a medium
+        lora, salt = (randomness.choice([None, 0, randomness.getrandbits(bits)]) for bits in (31, 64))
+        _, *blocks = theirs["sequence_to_blockchain_keys"](BLOCK, (lora, salt), tokens)
+        above = None
+        for block, name in blocks:
+            written = [each.hex() if isinstance(each, bytes) else each for each in block]
+            above = radix_key(above, written, salt, lora)
+            ours_at.append(above)
+            theirs_at.append(name)
+        first, name = blocks[0]
+        if not any(isinstance(each, bytes) for each in first):
+            roots.append(root_digest(pack_tokens(first), salt, lora) == truncated(name))
+    yield _compare(f"stream.names ({len(ours_at)} random blocks, the fake's)", ours_at, theirs_at)
+    yield _compare("stream.names (first blocks, the worker's)", True, all(roots))
+
+
 # -- the second cache manager's events ---------------------------------------------------------------------------------
 
 
@@ -189,9 +222,8 @@ def _events(files: UpstreamFiles) -> Iterator[Fact]:
 def _windows_of_groups(module: Any) -> Fact:
     """Events of a group name the window of its layers, and a block that one group loses is removed of it alone."""
     manager = module.KVCacheEventManager(100, window_size=64, window_size_by_layer_group={0: 8, 1: 64})
-    page = SimpleNamespace(cache_level=0, priority=35)
     root = SimpleNamespace(reuse_scope=None, ordinal=-1)
-    block = SimpleNamespace(key=b"k" * 32, tokens=[1, 2, 3, 4], prev=root, ordinal=0, storage=[lambda: page] * 2)
+    block = TreeBlock(b"k" * 32, [1, 2, 3, 4], root, 0, [TreePage] * 2)
     manager.add_created_event([9, 0], [0, 1])
     manager.add_stored_block_event_from_block(block)
     manager.add_removed_life_cycle_event(block.key, 0)
@@ -208,12 +240,10 @@ def _groups(module: Any) -> Iterator[Fact]:
         100, window_size=80, window_size_by_layer_group={0: 80, 1: 9, 2: 80}, hash_algo="v1_block_key"
     )
     manager.add_created_event([9, 0], [0, 1, 2])
-    page = SimpleNamespace(cache_level=0, priority=35)
-    chain = [SimpleNamespace(reuse_scope=None, ordinal=-1)]
+    chain: list[Any] = [SimpleNamespace(reuse_scope=None, ordinal=-1)]
     for at in range(4):
         tokens, key = [BLOCK * at + each for each in range(BLOCK)], bytes([at + 1]) * 32
-        storage = [lambda: page] * 3
-        chain.append(SimpleNamespace(key=key, tokens=tokens, prev=chain[-1], ordinal=at, storage=storage))
+        chain.append(TreeBlock(key, [*tokens], chain[-1], at, [TreePage] * 3))
         manager.add_stored_block_event_from_block(chain[-1])
     translator, index, worker = EventTranslator(BLOCK, 2), PrefixIndex(), WorkerKey(WorkerId("w"))
     path = sequence_hashes(block_hashes(pack_tokens(range(4 * BLOCK)), BLOCK))
@@ -319,6 +349,34 @@ def _fanout(files: UpstreamFiles) -> Iterator[Fact]:
     yield _compare("fan-out.a gap is all_cleared, and read", Cleared, type(parse_event(queue.get_nowait()[1])))
 
 
+def _conversations(files: UpstreamFiles) -> Iterator[Fact]:
+    module = files.load(CONVERSATION)
+    ours = [name.decode() for name in trtllm_serve.CONVERSATION_HEADERS]
+    yield _compare("requests.headers of conversations", ours, [*module.CONVERSATION_ID_HEADERS])
+    turn = SessionTurn("talk", tenant=7)
+    lines = {name.decode(): value.decode() for name, value in trtllm_serve.conversation_lines(turn, ())}
+    found = module.extract_conversation_id_from_headers(lines)
+    yield _compare("requests.conversation that is read", turn.conversation, found)
+
+
+REQUEST_CLASSES = {
+    "/v1/chat/completions": "ChatCompletionRequest",
+    "/v1/completions": "CompletionRequest",
+    "/v1/responses": "ResponsesRequest",
+}
+
+
+def _requests(files: UpstreamFiles) -> Iterator[Fact]:
+    for path, kind in REQUEST_CLASSES.items():
+        fields = files.fields(REQUESTS, kind)
+        if fields is None:
+            yield Fact(f"requests.{kind}", ABSENT, theirs="no such class")
+            continue
+        ours = (path == trtllm_serve.SALTED_PATH, path in trtllm_serve.PRIORITY_PATHS)
+        theirs = ("cache_salt" in fields, "priority" in fields)
+        yield _compare(f"requests.salt and priority on {path}", ours, theirs)
+
+
 def _stored_data(name: int, parent: int | None) -> dict[str, Any]:
     tokens = [{"type": "unique_token", "token_id": 4 * name + at, "token_extra_id": 0} for at in range(BLOCK)]
     block = {"type": "stored_block", "block_hash": name, "tokens": tokens, "cache_level": 0, "priority": 35}
@@ -415,9 +473,12 @@ def _parameters(file: str, kind: str, section: str) -> Callable[[UpstreamFiles],
 
 GROUPS: Mapping[str, Callable[[UpstreamFiles], Iterator[Fact]]] = {
     HASH: _hashes,
+    TREE: _names,
     EVENTS: _events,
     PUBLISHER: _stream,
     FANOUT: _fanout,
+    CONVERSATION: _conversations,
+    REQUESTS: _requests,
     ARGUMENTS: _arguments,
     DISAGGREGATED: _parameters(DISAGGREGATED, "DisaggregatedParams", "disaggregated_params"),
     SAMPLING: _parameters(SAMPLING, "SamplingParams", "sampling_params"),

@@ -23,8 +23,11 @@ PACKAGE = "tensorrt_llm"
 HASH = "runtime/kv_cache_hash.py"
 COMMON = "runtime/kv_cache_manager_v2/_common.py"
 EVENTS = "runtime/kv_cache_manager_v2/_event_manager.py"
+TREE = "runtime/kv_cache_manager_v2/_block_radix_tree.py"
 PUBLISHER = "_torch/pyexecutor/kv_cache_events.py"
 FANOUT = "serve/kv_event_fanout.py"
+CONVERSATION = "serve/conversation_id.py"
+REQUESTS = "serve/openai_protocol.py"
 ARGUMENTS = "llmapi/llm_args.py"
 DISAGGREGATED = "disaggregated_params.py"
 SAMPLING = "sampling_params.py"
@@ -96,6 +99,21 @@ class UpstreamFiles:
                     if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
                 }
         return None
+
+    def part(self, name: str, *defined: str, **given: object) -> dict[str, Any]:
+        """Return what some classes and functions of a file are, with what ``given`` stands for besides; the rest of the
+        file is not run."""
+        text = self.text(name)
+        wanted = [
+            each
+            for each in ast.parse(text or "").body
+            if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name in defined
+        ]
+        code = ast.parse("from __future__ import annotations")
+        code.body += wanted
+        scope = dict(given)
+        exec(compile(code, name, "exec"), scope)
+        return scope
 
     def _run(self, name: str) -> ModuleType:
         dotted = f"{PACKAGE}.{name.removesuffix('.py').replace('/', '.')}"

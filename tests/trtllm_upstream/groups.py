@@ -14,7 +14,7 @@ from poolgrid.kernel.kv_events.trtllm import parse_event
 from tests.router.test_kv_groups import BLOCK, BLOCKS, PROMPTS, names_of
 from tests.trtllm.test_layer_groups import LONGEST, Engine, Reader
 from tests.trtllm_upstream.files import COMMON, EVENTS, HASH, UpstreamFiles
-from tests.trtllm_upstream.tenants import ALGORITHMS, as_json
+from tests.trtllm_upstream.tenants import ALGORITHMS, TreeBlock, TreePage, as_json
 
 MODELS = [(LONGEST, 9), (6, LONGEST, 14), (LONGEST, LONGEST)]
 
@@ -42,12 +42,10 @@ class ManagedEngine(Engine):
         for at, name in enumerate(names_of(prompt)[:end]):
             block = self._blocks.get(name)
             if block is None:
-                block = SimpleNamespace(
-                    key=sha256(node.key + bytes(str(name), "ascii")).digest(),
-                    tokens=prompt[at * BLOCK : (at + 1) * BLOCK], prev=node, ordinal=at, storage=[],
-                )  # fmt: skip
+                key = sha256(node.key + bytes(str(name), "ascii")).digest()
+                block = TreeBlock(key, [*prompt[at * BLOCK : (at + 1) * BLOCK]], node, at, [])
                 self._blocks[name] = block
-            page = SimpleNamespace(cache_level=0, priority=35)
+            page = TreePage()
             block.storage = [(lambda page=page: page) if name in pages else None for pages in self.pages]
             fresh = [group for group, pages in enumerate(self.pages) if name in pages and name not in before[group]]
             if self.full in fresh:

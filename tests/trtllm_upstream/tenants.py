@@ -36,15 +36,34 @@ KINDS = {
 Children = dict[tuple["int | bytes", ...], "RadixBlock"]
 
 
+@dataclass(frozen=True)
+class TreePage:
+    """What the event manager reads of a page: it is on the device, and full."""
+
+    cache_level: int = 0
+    priority: int = 35
+    num_tokens_in_block: int = BLOCK
+
+
 @dataclass(eq=False)
-class RadixBlock:
-    """What the event manager reads of a block."""
+class TreeBlock:
+    """What the event manager reads of a block: its pages by group of layers, as references or by a method."""
 
     key: bytes
     tokens: list[int | bytes]
     prev: Any
     ordinal: int
     storage: list[Any]
+
+    def get_page(self, group: int) -> TreePage | None:
+        reference = self.storage[group]
+        return None if reference is None else reference()
+
+
+@dataclass(eq=False)
+class RadixBlock(TreeBlock):
+    """A block, and what it is on the wire."""
+
     salt: str
     name: int | None
     """Its sequence hash on the wire; ``None`` = it depends on an image."""
@@ -120,7 +139,7 @@ class Engine:
             part = tuple(tokens[at : at + BLOCK])
             child = node.children.get(part)
             if child is None:
-                page = SimpleNamespace(cache_level=0, priority=35)
+                page = TreePage()
                 name = None
                 if all(isinstance(each, int) for each in part) and (not at or node.name is not None):
                     own = block_hashes(pack_tokens(part), BLOCK, seed)  # type: ignore[arg-type]

@@ -298,7 +298,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ("to_worker", "answer of a turn"): Cancel("r-1", (TurnAnswer("r-1", 0, "s-1", 120, 7),)),
     ("to_worker", "ping"): Ping(5),
     ("to_worker", "forwarded"): Forwarded(
-        (ForwardBegan("r-1~a1", 1, 1200, 960, TURN), ForwardBegan("r-2", 0, 7, 0)),
+        (ForwardBegan("r-1~a1", 1, 1200, 960, TURN), ForwardBegan("r-2", 0, 7, 0, cache_salt="acme")),
         ("r-1~a1",),
         (ForwardEnded("r-0", 0, "stop", 64), ForwardEnded("r-2", 0, "cancelled")),
     ),

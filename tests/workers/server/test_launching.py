@@ -129,9 +129,37 @@ def test_trtllm_serve_gets_a_file_with_what_it_had_and_what_is_needed() -> None:
     assert trtllm_serve.KIND.launch.command(wanted()).block_size == 32
 
 
+def test_trtllm_serve_publishes_where_its_worker_listens_if_its_file_asks_for_the_stream() -> None:
+    own = "kv_cache_config: {kv_events_config: {enable_kv_cache_events: true, endpoint: 'tcp://*:1', hwm: 9}}"
+    command = trtllm_serve.KIND.launch.command(wanted(given_file=own))
+    assert command.publishes
+    cache = yaml.safe_load(command.files["server.yaml"])["kv_cache_config"]
+    assert cache == {
+        "tokens_per_block": 32,
+        "kv_events_config": {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": "ipc:///run/one/events",
+            "replay_endpoint": "ipc:///run/one/replays",
+            "hwm": 9,
+            "topic": "",
+        },
+    }
+    without = trtllm_serve.KIND.launch.command(wanted(given_file=own.replace("true", "false")))
+    assert not without.publishes
+    assert yaml.safe_load(without.files["server.yaml"])["kv_cache_config"]["event_buffer_max_size"] == 100_000
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        (
+            {
+                "given_file": "enable_attention_dp: true\n"
+                "kv_cache_config: {kv_events_config: {enable_kv_cache_events: true}}"
+            },
+            "it chooses the rank of a request itself",
+        ),
         ({"given_file": "kv_cache_config: {event_buffer_max_size: 0}"}, "event_buffer_max_size is 0"),
         ({"given_file": "kv_cache_config: {tokens_per_block: 64}", "block_size": 32}, "tokens_per_block is 64"),
         ({"given_file": "kv_cache_config: 5"}, "kv_cache_config is 5"),

@@ -98,7 +98,14 @@ class RankEvents:
         key = WorkerKey(WorkerId("engine server"), source.dp_rank)
         has_replay = bool(source.replay_endpoint)
         self._follower = PubFollower(
-            key, block_size, BLOCKS_MAX, has_replay, REPLAY_TIMEOUT_MS, LEASE_MS, root_seed=root_seed
+            key,
+            block_size,
+            BLOCKS_MAX,
+            has_replay,
+            REPLAY_TIMEOUT_MS,
+            LEASE_MS,
+            root_seed=root_seed,
+            holds_unclaimed=True,
         )
         self._sockets = PublisherSockets(
             f"of rank {source.dp_rank}", source, context, clock, LEASE_MS, self._follower, self._on_effects
@@ -183,6 +190,11 @@ class RankEvents:
 
     def close(self) -> None:
         self._sockets.close()
+
+    def claim(self, seed: RootSeed) -> None:
+        """Tell of the blocks that were held until whose they are is known."""
+        if effects := self._follower.claim(seed, self._clock.wall_ms()):
+            self._on_effects(effects)
 
     def _note_state(self) -> None:
         """Follow how far the publisher is read."""
@@ -274,6 +286,9 @@ class CacheEvents:
     def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
         return []
 
+    def note_salt(self, cache_salt: str) -> None:
+        """Take note of the part of the caches that a request is about to use; empty = the common one."""
+
     def is_current(self) -> bool:
         return True
 
@@ -303,13 +318,16 @@ class FollowedEvents(CacheEvents):
         block_size: int,
         context: zmq.Context[Any],
         clock: Clock,
-        root_seed: RootSeed | None = None,
+        roots: RootSeeds | None = None,
         total_blocks: int = 0,
         on_fault: Callable[[str], None] = lambda fault: None,
     ) -> None:
-        """``total_blocks`` are those of each rank; 0 = that is not known. ``on_fault`` gets in what the events do not
-        fit the worker's ranks, whenever that changes."""
-        self._root_seed = root_seed
+        """``roots`` tells whose first blocks are that the events name no salt of; ``None`` = they name them.
+
+        ``total_blocks`` are those of each rank; 0 = that is not known. ``on_fault`` gets in what the events do not
+        fit the worker's ranks, whenever that changes.
+        """
+        self._roots = roots
         self._total_blocks = total_blocks
         self._on_fault = on_fault
         self._sources = sources
@@ -326,6 +344,12 @@ class FollowedEvents(CacheEvents):
 
     def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
         return self._ranks[dp_rank].told.restate() if self._ranks else []
+
+    def note_salt(self, cache_salt: str) -> None:
+        if self._roots is not None and self._roots.note_salt(cache_salt):
+            fits = self._roots.of_salt(cache_salt)
+            for each in self._ranks:
+                each.claim(fits)
 
     def is_current(self) -> bool:
         return all(each.is_current for each in self._ranks)
@@ -349,7 +373,7 @@ class FollowedEvents(CacheEvents):
                 self._context,
                 self._clock,
                 tell,
-                self._root_seed,
+                None if self._roots is None else self._roots.of_stream,
                 self._total_blocks,
                 self._tell_faults,
             )

@@ -79,6 +79,7 @@ class ServerEngine:
             events.is_behind,
             clock,
             self._lose,
+            events.note_salt,
         )
         self._health = ServerHealth(
             client,

@@ -54,6 +54,10 @@ class ServerKind:
     """Path that answers 200 while a server does its work."""
     figures: EngineFigures | None = None
     """Where it says how many requests it has; ``None`` = it does not."""
+    names_salts: bool = True
+    """Whether what it publishes names the salt of a chain; where not, its own names of first blocks tell."""
+    chooses_rank: bool = False
+    """Whether it chooses the data-parallel rank of a request itself, and takes no word about it."""
     reuse_option: str = ""
     """What to start it with so that its answers say how many prompt tokens it reused; empty = they do anyway."""
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
+from poolgrid.kernel.kv_events.root_seeds import RootSeeds
 from poolgrid.kernel.wire.addresses import bracketed, ip_endpoint_problem
 from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
 from poolgrid.kernel.wire.errors import DecodeError
@@ -103,6 +104,7 @@ async def _asked(
                 facts.block_size,
                 around.context,
                 around.awake,
+                roots=None if kind.names_salts else RootSeeds(facts.block_size, digest_is_known=True),
                 total_blocks=facts.total_blocks or 0,
                 on_fault=tell_fault,
             )
@@ -226,7 +228,16 @@ async def _first_facts(
 
 
 def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKind) -> ServerFacts:
-    """Return a server's facts, completed by options; raises ``ValueError`` for a role that is not the server's."""
+    """Return a server's facts, completed by options.
+
+    Raises ``ValueError`` for a role that is not the server's, and for ranks that cannot be chosen.
+    """
+    if kind.chooses_rank and len(settings.kv_events_endpoint) > 1:
+        raise ValueError(
+            f"kv_events_endpoint is given {len(settings.kv_events_endpoint)} times, and {kind.title} at "
+            f"{settings.server_url} chooses the rank of a request itself: the events of several ranks cannot be "
+            "followed, leave the option out"
+        )
     facts = replace(
         facts,
         block_size=settings.kv_block_size or facts.block_size,

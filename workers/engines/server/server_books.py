@@ -34,12 +34,14 @@ class ServerBooks:
         is_behind: Callable[[int], bool],
         clock: Clock,
         lose: Callable[[Exception], None],
+        note_salt: Callable[[str], None] = lambda cache_salt: None,
     ) -> None:
         """``cached_blocks`` returns what a rank's cache holds, ``is_behind`` whether its reports may stand behind a
-        replay; ``lose`` gets what a report was lost by."""
+        replay; ``lose`` gets what a report was lost by, ``note_salt`` the salt of each request."""
         self.report = ReportBuffer(self.load, lose, steps=1)
         self._timeout_ms = progress_timeout_ms
         self._cached_blocks = cached_blocks
+        self._note_salt = note_salt
         self._is_behind = is_behind
         self._clock = clock
         self.loads = [RankLoad(block_size) for _ in range(dp_size)]
@@ -65,6 +67,7 @@ class ServerBooks:
         self._open[request_id] = rank, isl
         load = self.loads[rank]
         load.entered(request_id, isl, began.computes)
+        self._note_salt(began.cache_salt)
         cached = min(began.overlap_tokens, isl)
         # What the router expects stands in for what the end of the answer tells.
         event = RequestStarted(request_id, isl, cached, load.blocks_for(isl), cached_later=True)

@@ -331,7 +331,7 @@ def _known(settings: EngineServerSettings, wanted: WantedServer, command: Server
     known: dict[str, Any] = {"engine_url": (url,)}
     if command.block_size is not None:
         known["kv_block_size"] = command.block_size
-    if wanted.publishing is not None:
+    if wanted.publishing is not None and command.publishes:
         known["kv_events_endpoint"] = tuple(each.endpoint for each in wanted.publishing.sources)
         known["kv_events_replay_endpoint"] = tuple(each.replay_endpoint for each in wanted.publishing.sources)
     return known

@@ -44,8 +44,9 @@ from xxhash import xxh3_64_intdigest
 
 from poolgrid.kernel.kv_events.pub import EngineCleared, EngineEvent, decode_pub
 from poolgrid.kernel.kv_events.translation import EngineTranslator, RootSeed
+from poolgrid.kernel.kv_events.unclaimed_chains import UnclaimedChains
 from poolgrid.kernel.wire.errors import DecodeError
-from poolgrid.kernel.wire.events import BlocksStored, CacheCleared, EventBatch
+from poolgrid.kernel.wire.events import AnyEvent, BlocksStored, CacheCleared, EventBatch
 from poolgrid.kernel.wire.identifiers import StreamState, WorkerKey
 from poolgrid.kernel.wire.limits import EVENTS_PER_BATCH_MAX
 
@@ -134,9 +135,12 @@ class PubFollower:
         former: Position | None = None,
         former_is_behind: bool = False,
         root_seed: RootSeed | None = None,
+        holds_unclaimed: bool = False,
     ) -> None:
+        """``holds_unclaimed`` keeps chains whose seed is not known until one fits (``claim``)."""
         self._worker = worker
         self._translator = EngineTranslator(block_size, blocks_max, root_seed)
+        self._unclaimed = UnclaimedChains(root_seed) if root_seed is not None and holds_unclaimed else None
         self._has_replay = has_replay
         self._replay_timeout_ms = replay_timeout_ms
         self._lease_ms = lease_ms
@@ -191,6 +195,11 @@ class PubFollower:
             return "its model has layers of which it is not known what they need: nothing is promised"
         if self._unread >= UNREAD_MIN:
             return f"the last {self._unread} stores could not be read ({self._why_unread})"
+        if self._unclaimed is not None and self._unclaimed.chains >= UNREAD_MIN and not len(translator):
+            return (
+                f"none of its {self._unclaimed.chains} chains of blocks is known: either no router has reported their "
+                "salts, or this version names blocks in another way"
+            )
         return ""
 
     @property
@@ -311,11 +320,19 @@ class PubFollower:
                     f"{self._attempts} replay requests from {self._asked} were not answered", wall_ms, effects
                 )
         elif self.state is SourceState.ABSENT and self._epoch and now_ms - self._absent_since_ms >= self._lease_ms:
-            self._translator.clear()
+            self._forget_blocks()
             self._past = self.position
             self._epoch = 0
             self._next, self._digest = NOWHERE
             effects.append(Leave(f"connection lost for {self._lease_ms} ms"))
+        return effects
+
+    def claim(self, seed: RootSeed, wall_ms: int) -> list[PubEffect]:
+        """A seed became known: tell of the chains that it fits."""
+        effects: list[PubEffect] = []
+        held = [] if self._unclaimed is None else self._unclaimed.claimed_by(seed)
+        if held:
+            self._put_out(self._translator.translate(held), wall_ms, effects)
         return effects
 
     def due_ms(self) -> float | None:
@@ -370,6 +387,8 @@ class PubFollower:
         elif is_live and _behind_the_last_clear(said):
             self.began_ms = self._now_ms  # as good as another epoch: nothing from before is held
         before = self._translator.ignored_blocks
+        if self._unclaimed is not None:
+            said = self._unclaimed.pass_on(said)
         events = self._translator.translate(said)
         self.counts["source_ignored_blocks"] += self._translator.ignored_blocks - before + batch.ignored
         if any(type(event) is BlocksStored for event in events):
@@ -379,9 +398,12 @@ class PubFollower:
         if (self.degraded or self.unknown) and any(type(event) is CacheCleared for event in events):
             self.degraded = False
             self.unknown = ""
+        self._put_out(events, batch.time_ms, effects)
+
+    def _put_out(self, events: list[AnyEvent], time_ms: int, effects: list[PubEffect]) -> None:
         for at in range(0, max(1, len(events)), EVENTS_PER_BATCH_MAX):
             part = events[at : at + EVENTS_PER_BATCH_MAX]
-            effects.append(EventBatch(*self._worker, self._epoch, self._seq, batch.time_ms, part))
+            effects.append(EventBatch(*self._worker, self._epoch, self._seq, time_ms, part))
             self._seq += 1
 
     def _end_of_replay(self, now_ms: float, wall_ms: int, effects: list[PubEffect]) -> None:
@@ -457,8 +479,13 @@ class PubFollower:
         self.unknown = ""
         if self.began_ms is None:
             self.began_ms = self._now_ms
-        self._translator.clear()
+        self._forget_blocks()
         effects.append(NewLife(self._epoch, reason))
+
+    def _forget_blocks(self) -> None:
+        self._translator.clear()
+        if self._unclaimed is not None:
+            self._unclaimed.clear()
 
     def _ask(self, now_ms: float, effects: list[PubEffect]) -> None:
         self.state = SourceState.REPLAYING

@@ -39,9 +39,9 @@ from poolgrid.kernel.wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, p
 from poolgrid.kernel.wire.identifiers import Tier
 from poolgrid.kernel.wire.limits import BLOCKS_PER_EVENT_MAX, GROUPS_PER_WORKER_MAX, WINDOW_BLOCKS_MAX
 
-RootSeed = Callable[[bytes], int | None]
-"""Returns which seed (LoRA and salt) a chain without a seed of its own was hashed with, by the tokens of its first
-block (u32 little-endian); ``None`` = unknown."""
+RootSeed = Callable[[bytes, int], int | None]
+"""Returns which seed (LoRA and salt) a chain without a seed of its own was hashed with, by the tokens of the engine's
+first block (u32 little-endian) and its hash of it; ``None`` = unknown."""
 
 ENGINE_GROUPS_MAX = 64
 """Groups of layers of one engine that are distinguished; models have up to a dozen. More are of no known kind."""
@@ -254,7 +254,7 @@ class EngineTranslator:
             parent = self._known.get(parent)
             is_unfit = parent is None
         elif not is_unfit and whole and seed is None and self._root_seed is not None:
-            seed = self._root_seed(event.token_bytes[: TOKEN_BYTES * self._block_size])
+            seed = self._root_seed(event.token_bytes[: TOKEN_BYTES * size], hashes[0])
             is_unfit = seed is None
             seed = None if seed == BASE_SEED else seed
         if is_unfit or stride * (len(self._known) + whole) > self._blocks_max:

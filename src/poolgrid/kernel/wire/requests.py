@@ -96,6 +96,11 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return ""
 
 
+def unit_priority(priority: int) -> float:
+    """Return a priority in TensorRT-LLM's range: 0 to 1 (both excluded), 0.5 = usual, higher first."""
+    return 0.5 + 0.5 * priority / (1 + abs(priority))
+
+
 class Routing(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Decisions and settings of the router for the worker to honour."""
 
@@ -249,6 +254,8 @@ class ForwardBegan(msgspec.Struct, array_like=True, frozen=True, gc=False):
     turn: SessionTurn | None = None
     computes: bool = True
     """Whether the server computes the prompt: one that answers after a prefill leg fetches its KV."""
+    cache_salt: Identifier = ""
+    """The part of the caches that it uses; empty = the common one."""
 
 
 class ForwardEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):

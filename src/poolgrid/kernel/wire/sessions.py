@@ -92,6 +92,11 @@ class SessionTurn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     place: TurnPlace | None = None
     """``None`` for a dispatch that computes no prompt, which takes none."""
 
+    @property
+    def conversation(self) -> str:
+        """Name for an engine, which knows no tenants: they may choose the same names."""
+        return f"{self.tenant:016x}-{self.session}"
+
 
 class TurnAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The complete answer of a turn, as its router saw it."""

@@ -28,7 +28,7 @@ from poolgrid.kernel.wire import codec as wire_codec
 from poolgrid.kernel.wire.errors import DecodeError
 from poolgrid.kernel.wire.hashing import hash_seed, unpack_tokens
 from poolgrid.kernel.wire.identifiers import Stage
-from poolgrid.kernel.wire.requests import Generate, KvRetention
+from poolgrid.kernel.wire.requests import Generate, KvRetention, unit_priority
 from poolgrid.kernel.worker_protocol.cache_facts import retention_of
 from poolgrid.kernel.worker_protocol.refusal import RefusedError, UnableError, UnsupportedError
 from poolgrid.plugins.trtllm.arguments.engine_arguments import EngineArguments
@@ -37,7 +37,6 @@ from poolgrid.plugins.trtllm.core import disaggregated_params as codec
 from poolgrid.plugins.trtllm.core.model_facts import Adapter, ModelFacts, adapters
 from poolgrid.plugins.trtllm.core.sampling import (
     SamplingPlan,
-    engine_priority,
     inabilities,
     plan_sampling,
 )
@@ -186,12 +185,10 @@ class TrtllmCalls:
             given["cache_salt"] = plan.cache_salt
         given.update(self._scheduling(routing.dp_rank))
         if routing.priority and self._orders:
-            given["priority"] = engine_priority(routing.priority)
+            given["priority"] = unit_priority(routing.priority)
         if request.turn is not None and self._conversations is not None:
-            # With the policy per_conversation, state of earlier turns stays for named conversations only. Tenants may
-            # choose the same names.
-            name = f"{request.turn.tenant:016x}-{request.turn.session}"
-            given["conversation_params"] = self._conversations(conversation_id=name)
+            # With the policy per_conversation, state of earlier turns stays for named conversations only.
+            given["conversation_params"] = self._conversations(conversation_id=request.turn.conversation)
         if self.takes_retention and (retention := retention_of(request)) is not None:
             given["kv_cache_retention_config"] = self._retention(retention, request)
         if request.trace is not None and "trace_headers" in self._accepted:

@@ -97,14 +97,12 @@ class TrtllmEngine:
         if arguments.stream is not None:
             stream = arguments.stream
             sources = [EventSource(rank, *stream.of_rank(rank), stream.topic) for rank in range(self._dp_size)]
-            # The stream names neither salts nor adapters, and its hashes say nothing of tenants: the first block of a
-            # prompt is told to routers only when no request with either began with the same tokens.
             self._stream = FollowedEvents(
                 sources,
                 arguments.block_size,
                 context,
                 clock,
-                calls.roots.of_tokens,
+                calls.roots,
             )
         self._trtllm_metrics = trtllm_metrics
         self._feed = TrtllmFeed(

@@ -416,6 +416,8 @@ class ForwardApplication:
             None if caller is None else caller.priority_max,
             use,
             request.token_ids,
+            place.version,
+            request.priority,
         )
 
     def count_tokens(self, model: str, text: str) -> int | None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
 
+from poolgrid.kernel.wire.requests import unit_priority
+from poolgrid.server.forwarding import trtllm_serve
 from poolgrid.server.forwarding.body_edit import edit
 from poolgrid.server.forwarding.event_filter import TakenIds
 from poolgrid.server.forwarding.prompt_ids import Sending, ids_json
-from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.frontend.errors import RequestError, unsupported
 from poolgrid.server.proxy.prompt_record import IdUse
+
+T = TypeVar("T", int, float)
 
 COUNTS_ON_DEMAND: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
 """Paths of APIs whose streams have counts only with ``stream_options.include_usage``."""
@@ -72,12 +76,14 @@ def make_changes(
     priority_max: int | None = None,
     use: IdUse | None = None,
     token_ids: bytes = b"",
+    version: str = "",
+    priority: int = 0,
 ) -> Changes:
-    """Return the changes to a request of ``POST path`` for a server of a kind.
+    """Return the changes to a request of ``POST path`` for a server of a kind and a version.
 
     ``salt`` is the tenant's part of the caches, ``priority_max`` the highest priority that it may ask for; engines run
-    lower numbers first. ``use`` is what is done about the prompt's ``token_ids``. Raises ``RequestError`` for a body
-    that cannot be made the tenant's.
+    lower numbers first, but for TensorRT-LLM. ``use`` is what is done about the prompt's ``token_ids``. ``priority`` is
+    what hints ask for, the higher first. Raises ``RequestError`` for a body that cannot be made the tenant's.
     """
     fields: dict[str, bytes] = {}
     nested: dict[str, dict[str, bytes]] = {}
@@ -85,10 +91,17 @@ def make_changes(
     if path in COUNTS_ON_DEMAND and kind in KNOWN_KINDS and is_streamed(values) and _counts(values) is False:
         nested["stream_options"] = {"include_usage": b"true"}
         asks_usage = True
+    if kind == trtllm_serve.KIND:
+        _check_salt(path, salt, values)
+        salt = salt if path == trtllm_serve.SALTED_PATH else ""
     if salt:
         fields["cache_salt"] = msgspec.json.encode(salt)
-    if priority_max is not None and (priority := _number(values.get("priority"))) is not None:
-        fields["priority"] = b"%d" % max(priority, -priority_max)
+    if kind == trtllm_serve.KIND:
+        given = _unit_priority(path, version, values, priority_max, priority)
+        if given is not None:
+            fields["priority"] = msgspec.json.encode(given)
+    elif priority_max is not None and (asked := _number(values.get("priority"))) is not None:
+        fields["priority"] = b"%d" % max(asked, -priority_max)
     is_owed = bool(fields)
     asks_ids = TakenIds.NONE
     if use is not None:
@@ -111,10 +124,31 @@ def make_changes(
         return Changes(body)
 
 
-def _number(value: Raw | None) -> int | None:
+def _check_salt(path: str, salt: str, values: Mapping[str, Raw]) -> None:
+    """Raise ``RequestError`` for a request that asks for a part of the caches where there are none."""
+    given = values.get("cache_salt")
+    if path in trtllm_serve.UNSALTED_PATHS and (salt or (given is not None and bytes(given) not in (b"null", b'""'))):
+        raise unsupported(
+            "cache_salt", f"trtllm-serve has caches of their own for requests of {trtllm_serve.SALTED_PATH} alone"
+        )
+
+
+def _unit_priority(
+    path: str, version: str, values: Mapping[str, Raw], priority_max: int | None, priority: int
+) -> float | None:
+    """Return the priority for a server of TensorRT-LLM; ``None`` = as the client wrote it."""
+    given = values.get("priority")
+    if given is None:
+        has_hint = priority and trtllm_serve.takes_priority(version, path)
+        return unit_priority(priority) if has_hint else None
+    asked = _number(given, float)
+    return None if priority_max is None or asked is None else min(asked, unit_priority(priority_max))
+
+
+def _number(value: Raw | None, form: type[T] = int) -> T | None:
     if value is None:
         return None
     try:
-        return msgspec.json.decode(value, type=int)
+        return msgspec.json.decode(value, type=form)
     except msgspec.MsgspecError:
         return None

@@ -38,6 +38,7 @@ from poolgrid.kernel.requests.trace_record import TraceRecord
 from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerKey
 from poolgrid.kernel.wire.requests import FinishReason, RefusalKind
 from poolgrid.kernel.wire.secret_texts import blotted, blotted_part
+from poolgrid.server.forwarding import trtllm_serve
 from poolgrid.server.forwarding.body_edit import top_level
 from poolgrid.server.forwarding.continuation import ContinuationError
 from poolgrid.server.forwarding.event_filter import (
@@ -248,7 +249,8 @@ class ForwardExchange:
     _has_left = False
     upload: Upload | None = None
     """A form that is not held whole."""
-    _upload_refusal: RequestError | Refused | None = None
+    _late_refusal: RequestError | Refused | None = None
+    """Why a request that was chosen for, or whose form is on its way, cannot be served."""
     _is_paused = False
     """Whether the client takes nothing now."""
     _kept: KeptStream | None = None
@@ -493,12 +495,17 @@ class ForwardExchange:
         place = self._place
         assert place is not None, "an attempt has a place"
         if self._request is not None and self._sent_for != (place.url, self._params):
-            self._change(self._request, place)
+            try:
+                self._change(self._request, place)
+            except RequestError as refusal:
+                connection.abort()
+                self._refuse_late(refusal)
+                return
         self._connection = connection
         head, body, upload = self.head_for(server, place, self._sent_body), self._sent_body, self.upload
         if upload is not None:
             connection.send(self, (head, upload.first()), is_whole=False)
-            upload.start(connection, self._refuse_upload)
+            upload.start(connection, self._refuse_late)
         else:
             connection.send(self, (head, body) if body else (head,), self.scope["method"] == "HEAD")
         if self._is_paused:
@@ -512,6 +519,8 @@ class ForwardExchange:
             added.append(hop_line(self._hop()))
         if place.rank is not None:
             added.append((b"x-data-parallel-rank", b"%d" % place.rank))
+        if place.kind == trtllm_serve.KIND and self._request is not None:
+            added += trtllm_serve.conversation_lines(self._request.turn, self.header_values)
         received = self.headers
         if b"content-encoding" in self.header_values:  # the body was inflated
             received = [pair for pair in received if pair[0] != b"content-encoding"]
@@ -532,8 +541,8 @@ class ForwardExchange:
             return Hop()
         return Hop(request.tenant, request.tenant_weight, request.priority, reports.dispatch_id)
 
-    def _refuse_upload(self, refusal: RequestError | Refused) -> None:
-        self._upload_refusal = refusal
+    def _refuse_late(self, refusal: RequestError | Refused) -> None:
+        self._late_refusal = refusal
         self._wake()
 
     def _change(self, request: InferenceRequest, place: ServerPlace) -> None:
@@ -1000,8 +1009,8 @@ class ForwardExchange:
     def _check(self) -> None:
         if self._has_left:
             raise ClientLeft
-        if self._upload_refusal is not None:
-            raise self._upload_refusal
+        if self._late_refusal is not None:
+            raise self._late_refusal
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

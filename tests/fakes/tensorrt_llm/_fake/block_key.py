@@ -71,3 +71,22 @@ def salt_id(cache_salt: str, algorithm: str = "sha256") -> int:
 def truncated(digest: bytes) -> int:
     """Return the integer that stands for a SHA-256 name (``v2_sha256_64``)."""
     return int.from_bytes(digest[:8], "big")
+
+
+def radix_key(
+    above: bytes | None,
+    tokens: Sequence[int | str],
+    cache_salt_id: int | None = None,
+    lora_task_id: int | None = None,
+) -> bytes:
+    """Return the second cache manager's own name of a block: its tokens on the name above, or on its scope's.
+
+    A token is 4 bytes, little-endian; the digest of a medium stands as it is.
+    """
+    if above is None:
+        fields = (lora_task_id, cache_salt_id)
+        mask = sum(1 << at for at, each in enumerate(fields) if each is not None)
+        numbers = (each.to_bytes(8, "little") for each in fields if each is not None)
+        above = sha256(bytes([mask]) + b"".join(numbers)).digest()
+    written = (bytes.fromhex(each) if isinstance(each, str) else each.to_bytes(4, "little") for each in tokens)
+    return sha256(above + b"".join(written)).digest()

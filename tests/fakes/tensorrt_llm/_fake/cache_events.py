@@ -105,6 +105,8 @@ class RankEvents(CacheRecorder):
         """How much of each picture the chain up to a block has shown, by the block's sequence hash."""
         self.names: dict[int, int] = {}
         """Engine hash of each resident whole block, by sequence hash."""
+        self._scopes: dict[int, tuple[int | None, int | None]] = {}
+        """Salt and adapter of each first block, by engine hash."""
         self.levels: dict[int, int] = {}
         """Cache level of each resident whole block, by engine hash."""
         self.partial: OrderedDict[int, int | None] = OrderedDict()
@@ -125,6 +127,10 @@ class RankEvents(CacheRecorder):
     def register_picture(self, picture: Picture) -> None:
         """Note a picture that has tokens of its own."""
         self._pictures[media_hash_u64(digest_media(picture.digest))] = picture
+
+    def scope_of(self, name: int) -> tuple[int | None, int | None]:
+        """Return the numbers of salt and adapter that a first block was stored under."""
+        return self._scopes.get(name, (None, None))
 
     def drain(self) -> list[dict[str, Any]]:
         """Return the events of an iteration."""
@@ -160,6 +166,8 @@ class RankEvents(CacheRecorder):
                 keys = self._keys(parent, sequence_hash, touching, part)
             parent = sequence_hash
             above = block_key_hash(part, above, tenant.cache_salt_id, tenant.lora_task_id, _hashed(keys))
+            if parent_hash is None and not at:
+                self._scopes[above] = (tenant.cache_salt_id, tenant.lora_task_id)
             self.names[sequence_hash] = above
             self.levels[above] = 0
             blocks.append(_stored_block(above, part, keys, tenant.cache_salt))

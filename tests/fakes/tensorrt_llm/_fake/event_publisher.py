@@ -3,7 +3,8 @@
 1. Each rank binds a PUB socket at the base port plus its rank (or ``_dpN`` behind an ipc path), and with a replay
    endpoint a ROUTER that sends what is kept from a frame on, ended by the frame number -1.
 2. A frame is ``[topic, number, payload]``, the number 8 bytes big-endian, the payload msgpack of ``[time, events,
-   rank]``, an event a map with its ``type``. Blocks are named by the last 64 bits of their digests, signed.
+   rank]``, an event a map with its ``type``. Blocks are named by the first 64 bits of their digests, signed, whatever
+   the events of the buffer call them.
 3. Only whole blocks of the largest window are told of, stored and removed; neither salts nor adapters are.
 """
 
@@ -12,12 +13,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import zmq
 
+from .block_key import radix_key, truncated
 from .profile import PROFILE
+
+Scope = tuple[int | None, int | None]
+"""Number of the salt and of the adapter that a chain was stored under."""
 
 SIGN = 1 << 63
 
@@ -36,20 +42,25 @@ def _media(block: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"type": "mm_key", "hash": digest, "start_offset": 0} for digest in digests]
 
 
-def _signed(name: int | str) -> int:
-    value = int(name[-16:], 16) if isinstance(name, str) else name
+def _signed(digest: bytes) -> int:
+    value = truncated(digest)
     return value - 2 * SIGN if value >= SIGN else value
 
 
 class RankPublisher:
     """Publishes the events of one rank."""
 
-    def __init__(self, rank: int, config: Any, tokens_per_block: int, window: int) -> None:
+    def __init__(
+        self, rank: int, config: Any, tokens_per_block: int, window: int, scope_of: Callable[[int], Scope]
+    ) -> None:
+        """``scope_of`` returns the scope of a first block, by what the events of the buffer call it."""
+        self._scope_of = scope_of
         self._rank = rank
         self._config = config
         self._block = tokens_per_block
         self._window = window
-        self._told: set[int] = set()
+        self._digests: dict[int, bytes] = {}
+        """Of each block that was told, by what the events of the buffer call it."""
         self._next = 0
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._lock = threading.Lock()
@@ -99,14 +110,19 @@ class RankPublisher:
                 whole.append(block)
             if not whole:
                 return []
-            names = [_signed(block["block_hash"]) for block in whole]
-            self._told.update(names)
             parent = data["parent_hash"]
+            above = None if parent is None else self._digests[parent]
+            scope = self._scope_of(whole[0]["block_hash"]) if parent is None else ()
+            digests: list[bytes] = []
+            for block in whole:
+                tokens = [token["token_id"] for token in block["tokens"]]
+                digests.append(radix_key(digests[-1] if digests else above, tokens, *(() if digests else scope)))
+                self._digests[block["block_hash"]] = digests[-1]
             return [
                 {
                     "type": "BlockStored",
-                    "block_hashes": names,
-                    "parent_block_hash": None if parent is None else _signed(parent),
+                    "block_hashes": list(map(_signed, digests)),
+                    "parent_block_hash": None if above is None else _signed(above),
                     "token_ids": [token["token_id"] for block in whole for token in block["tokens"]],
                     "block_size": self._block,
                     "lora_id": None,
@@ -116,8 +132,8 @@ class RankPublisher:
                 }
             ]
         if data["type"] == "removed":
-            names = [name for name in map(_signed, data["block_hashes"]) if name in self._told]
-            self._told.difference_update(names)
+            gone = (self._digests.pop(each, None) for each in data["block_hashes"])
+            names = [_signed(each) for each in gone if each is not None]
             return [{"type": "BlockRemoved", "block_hashes": names, "medium": "GPU"}] if names else []
         return []
 

@@ -238,7 +238,8 @@ class Executor:
         self.publishers: list[RankPublisher] = []
         if shape.stream is not None:
             for rank in range(shape.ranks):
-                made = RankPublisher(rank, shape.stream, shape.tokens_per_block, max(shape.windows))
+                scope_of = self.recorders[rank].scope_of
+                made = RankPublisher(rank, shape.stream, shape.tokens_per_block, max(shape.windows), scope_of)
                 self.publishers.append(made)
         self._publish()
         self._thread = threading.Thread(target=self._run, name="fake-tensorrt-llm", daemon=True)
@@ -640,10 +641,8 @@ class Executor:
             if self._behaviour.null_diff_crash and any(_has_null_diff(event["data"]) for event in events):
                 self.background_errors.append("'NoneType' object has no attribute 'new_value'")
                 continue
-            told = [
-                spoken(event, self.shape.block_names, self.shape.windows, self._behaviour.vocabulary_size)
-                for event in events
-            ]
+            names = BlockNames.V2_BLOCK_KEY if self.publishers else self.shape.block_names
+            told = [spoken(event, names, self.shape.windows, self._behaviour.vocabulary_size) for event in events]
             if self.publishers:
                 self.publishers[rank].publish(told)
                 continue

@@ -83,6 +83,8 @@ class ServerCommand:
     """Text of files in its directory, by name."""
     block_size: int | None = None
     """Tokens in a block, where the server does not report it and its arguments have it."""
+    publishes: bool = True
+    """Whether its cache events come out of the publishers that are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class Launch:
     file_options: tuple[str, ...] = ()
     """Names of the option for a file in which the worker sets something."""
     publishes: bool = True
-    """Whether its cache events come out of publishers."""
+    """Whether its cache events can come out of publishers."""
     as_it_publishes: Callable[[Publishing], Publishing] = lambda publishing: publishing
     """What servers of this kind make of addresses."""
     shares_ports: bool = True

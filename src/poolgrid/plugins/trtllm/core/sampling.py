@@ -178,11 +178,6 @@ def plan_guide(sampling: Sampling, backend: str | None) -> dict[str, Any] | None
     return guides
 
 
-def engine_priority(priority: int) -> float:
-    """Return a request's priority in the engine's range: 0 to 1 (both excluded), 0.5 = usual, higher first."""
-    return 0.5 + 0.5 * priority / (1 + abs(priority))
-
-
 def _seed(request: Generate, greedy: bool) -> int:
     seed = request.sampling.seed
     if seed is None:
