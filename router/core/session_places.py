@@ -155,7 +155,8 @@ class SessionPlaces(Observer):
     def adopt(self, load: SnapshotLoad, now_ms: float, time_ms: int) -> None:
         """Replace turns and places by those of a snapshot; what was learned of pauses stays.
 
-        Its times are the consolidator's, and count from ``time_ms`` on, or from the latest where that is later.
+        Its times are the consolidator's, and count from ``time_ms`` on, or from the latest where that is later. A
+        parent's lease counts from its own last turn.
         """
         self._now_ms = now_ms
         self._turns.clear()
