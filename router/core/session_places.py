@@ -22,8 +22,8 @@ from poolgrid.router.core.projection import SnapshotLoad
 from poolgrid.router.core.working_set import LEASE_MAX_MS, Admission, OfferedTurn, SessionKey, WorkingSet
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import TurnBegan
-from poolgrid.wire.identifiers import U32_MAX, Role, Stage, WorkerId, WorkerKey
-from poolgrid.wire.limits import SESSIONS_DISPLACED_MAX
+from poolgrid.wire.identifiers import Role, Stage, WorkerId, WorkerKey
+from poolgrid.wire.limits import SESSIONS_DISPLACED_MAX, U32_MAX
 from poolgrid.wire.sessions import Footprint, Turn, TurnPlace
 
 NOTHING_KNOWN: Final = WorkingSet().checkpoint()
