@@ -110,7 +110,7 @@ class NamelessAgents(AgentWorkload):
 
     @classmethod
     def of(cls, load: AgentWorkload, sends: Sends = Sends.GENERATED) -> NamelessAgents:
-        return cls(*(getattr(load, each.name) for each in fields(load)), sends=sends)
+        return cls(**{each.name: getattr(load, each.name) for each in fields(load)}, sends=sends)
 
     def arrivals(self) -> NamelessArrivals:
         return NamelessArrivals(AgentArrivals(self.plan, self.block_size), self.joins, self.sends)

@@ -405,9 +405,9 @@ class SessionTable:
             # The answer before can be found by its echoes no more.
             earlier = [_copy(each, echoes=()) if each.echoes else each for each in session.tails]
             session.tails = (*earlier, tail)[-SESSION_TAILS_MAX:]
-        before = next(reversed(entry.running.values()), None) or next(iter(session.footprints), None)
-        if before is not None and (before.worker_id, before.dp_rank) == (turn.worker_id, turn.dp_rank):
-            turn.common, turn.prefix = before.common, before.prefix
+        at = next(reversed(entry.running.values()), None) or next(iter(session.footprints), None)
+        if at is not None and (at.worker_id, at.dp_rank) == (turn.worker_id, turn.dp_rank):
+            turn.common, turn.prefix = at.common, at.prefix
         if place is not None:
             session.priority, session.is_displaced = place.priority, False
         if len(entry.running) >= RUNNING_MAX:

@@ -22,8 +22,8 @@ from poolgrid.kernel.routing.engine_times import refill_ms
 from poolgrid.kernel.routing.working_set import LEASE_MAX_MS, Admission, OfferedTurn, SessionKey, WorkingSet
 from poolgrid.kernel.wire.card import WorkerCard
 from poolgrid.kernel.wire.events import TurnBegan
-from poolgrid.kernel.wire.identifiers import U32_MAX, Role, Stage, WorkerId, WorkerKey
-from poolgrid.kernel.wire.limits import SESSIONS_DISPLACED_MAX
+from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerId, WorkerKey
+from poolgrid.kernel.wire.limits import SESSIONS_DISPLACED_MAX, U32_MAX
 from poolgrid.kernel.wire.sessions import Footprint, Turn, TurnPlace
 
 NOTHING_KNOWN: Final = WorkingSet().checkpoint()
@@ -155,7 +155,8 @@ class SessionPlaces(Observer):
     def adopt(self, load: SnapshotLoad, now_ms: float, time_ms: int) -> None:
         """Replace turns and places by those of a snapshot; what was learned of pauses stays.
 
-        Its times are the consolidator's, and count from ``time_ms`` on, or from the latest where that is later.
+        Its times are the consolidator's, and count from ``time_ms`` on, or from the latest where that is later. A
+        parent's lease counts from its own last turn.
         """
         self._now_ms = now_ms
         self._turns.clear()
