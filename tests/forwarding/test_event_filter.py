@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from poolgrid.server.forwarding.event_filter import (
@@ -152,6 +152,7 @@ def test_the_answer_does_not_depend_on_where_the_stream_is_split(
     form=st.sampled_from(ApiForm),
     takes_usage=st.booleans(),
 )
+@example(b'"usage"\rdata: {"choices":[]}', [], ApiForm.CHAT, True)
 def test_any_bytes_without_what_was_asked_pass_as_they_are(
     data: bytes, cuts: list[int], form: ApiForm, takes_usage: bool
 ) -> None:

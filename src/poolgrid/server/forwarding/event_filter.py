@@ -337,7 +337,7 @@ class EventFilter:
                 _note_chat(self.notes, answer)
                 if _has_aborted(answer):
                     return self._give_up(event, GAVE_UP_BY_ABORT)
-                if self._takes_usage and has_usage and answer.choices == []:
+                if self._takes_usage and has_usage and answer.usage and answer.choices == []:
                     self._fingerprint = bytes(answer.system_fingerprint) or None
                     return b""
                 is_last = self._takes_usage and any(choice.finish_reason for choice in answer.choices or ())
