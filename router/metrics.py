@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.diagnosis.rules import UncachedSplit
+from poolgrid.diagnosis.evidence import UncachedSplit
 from poolgrid.process.instruments import Counter, Histogram
 from poolgrid.serving.metrics import ServingMetrics
 

@@ -6,19 +6,23 @@ of a start in the order of the worker's events, when the index stands where the 
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from poolgrid.diagnosis.rules import (
+import msgspec
+
+from poolgrid.diagnosis.evidence import (
+    NEVER,
     WINDOW,
+    Announcement,
     Observation,
-    ReuseVerdict,
     UncachedSplit,
     WorkerEvidence,
-    diagnose,
     split_uncached,
 )
+from poolgrid.diagnosis.rules import ReuseVerdict, diagnose
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.projection import Projection, Promise
@@ -26,14 +30,25 @@ from poolgrid.router.core.selector import PROMPT_STAGES
 from poolgrid.wire.events import LoadReported, RequestStarted
 from poolgrid.wire.identifiers import StreamState, WorkerKey
 
-HEAD_BLOCKS: Final = 32
-"""Leading blocks of a prompt that are looked up later: enough to see whether its blocks were announced."""
-
 ANNOUNCED_AFTER_MS: Final = 500
 """Events of a prompt are with the router by then; they take milliseconds (benchmarks, event plane)."""
 
-LEAST_HEADS: Final = 8
-"""Prompts in a burst after which the oldest is looked up although it is young."""
+NOWHERE_AFTER_MS: Final = 6_000
+"""When a prompt of which no event came counts as never announced: until then its events may be late."""
+
+AWAITED_MAX: Final = 64
+"""Prompts of a worker whose events are awaited; beyond it others are not, which is a sample of a busy worker's."""
+
+MISSING_MAX: Final = 32
+"""Of these, the ones of which nothing had come. With so many no other is judged before they are: what had come sooner
+would count for more."""
+
+MARKS: Final = (*range(1, 16), *(step << octave for octave in range(2, 15) for step in (4, 5, 6, 7)))
+"""Depths in blocks at which prompts are remembered: each up to 15, then four for each doubling, so that the longest
+prompt has some sixty."""
+
+SENT_MAX: Final = 8192
+"""Remembered depths of a worker's prompts, some 500 KB; beyond it those that were new first are forgotten."""
 
 HISTORIES_MAX: Final = 4096
 """Workers whose requests are kept, gone ones included; beyond it those that are gone are forgotten."""
@@ -48,34 +63,69 @@ OnReuse = Callable[[Decision, int], None]
 """Takes how many tokens of a decision's prompt its worker reused, as reported."""
 
 
+class _Awaited(msgspec.Struct, gc=False):
+    """A prompt with a block that the pool had never been sent, whose events are awaited."""
+
+    time_ms: int
+    path: Sequence[int]
+    """Up to that block."""
+    domain: str
+    number: int
+    missing_ms: int = 0
+    """How old it was at the last look that found nothing."""
+
+
+_Begun = tuple[int, list[int]]
+"""A request's number, and those of the requests that had brought its worker each block at ``MARKS`` before."""
+
+BEGUN_MAX: Final = 4096
+"""Requests of a worker whose end is awaited; beyond it the oldest is compared without what was known at its start."""
+
+
 class _History:
     """What is kept of one worker."""
 
     __slots__ = (
         "agreed",
+        "announcements",
+        "awaited",
+        "begun",
+        "borrowed",
         "cleared",
         "epoch",
         "epochs",
         "final",
         "foreign",
-        "heads",
         "judged",
         "load",
+        "missing",
         "observations",
         "own",
+        "sent",
         "steps_fell",
+        "stored_at",
+        "unreported",
         "verdict",
     )
 
     def __init__(self, epoch: int) -> None:
         self.observations: deque[Observation] = deque(maxlen=WINDOW)
-        self.heads: deque[tuple[int, Sequence[int]]] = deque(maxlen=WINDOW)
-        """When each prompt was chosen for, and its first blocks."""
+        self.awaited: deque[_Awaited] = deque()
+        self.missing: deque[_Awaited] = deque()
+        """Those of which nothing had come at the first look."""
+        self.announcements: deque[Announcement] = deque(maxlen=WINDOW)
+        self.borrowed: deque[str] = deque(maxlen=WINDOW)
+        """Workers whose prompts came in the events of this one, oldest first."""
+        self.begun: dict[str, _Begun] = {}
+        self.sent: dict[int, int] = {}
+        """Number of the last request with a block, for blocks at ``MARKS``."""
+        self.stored_at = 0
+        """Blocks that its events had stored when a prompt of its own was announced last."""
         self.epoch = epoch
         self.epochs = 1
         self.load: LoadReported | None = None
         self.steps_fell = False
-        self.agreed = self.own = self.foreign = 0
+        self.agreed = self.own = self.foreign = self.unreported = 0
         self.cleared: int | None = None
         """Own requests when it last took back all that it had reported."""
         self.final: WorkerEvidence | None = None
@@ -114,7 +164,12 @@ class Examiner:
             if decision.reported_isl is None:
                 decision.reported_isl = event.isl
             if promised is not None:
-                self._compare(worker, history, decision, event.request_id, promised, event.cached_tokens)
+                begun = _begin(history, promised[0])
+                self._compare(worker, history, decision, event.request_id, promised, event.cached_tokens, begun)
+            elif path := self._projection.trust.awaited_path(key, event.request_id):
+                history.begun[event.request_id] = _begin(history, path)
+                if len(history.begun) > BEGUN_MAX:
+                    del history.begun[next(iter(history.begun))]
 
     def finished(self, key: WorkerKey, request_id: str, promised: Promise | None, reported_tokens: int) -> None:
         """A worker ended a request and reported only then how much of its prompt it reused."""
@@ -125,7 +180,15 @@ class Examiner:
             self._on_reuse(decision, reported_tokens)
         worker = self._projection.fleet.workers.get(key)
         if worker is not None and promised is not None and decision.request.stage in PROMPT_STAGES:
-            self._compare(worker, self._history(worker), decision, request_id, promised, reported_tokens)
+            history = self._history(worker)
+            begun = history.begun.pop(request_id, None) or _begin(history, promised[0])
+            self._compare(worker, history, decision, request_id, promised, reported_tokens, begun)
+
+    def ended_silently(self, key: WorkerKey, request_id: str) -> None:
+        """A worker ended a request and did not report at its end how much of its prompt it reused."""
+        history = self._histories.get(key)
+        if history is not None and history.begun.pop(request_id, None) is not None:
+            history.unreported += 1
 
     def _compare(
         self,
@@ -135,6 +198,7 @@ class Examiner:
         dispatch_id: str,
         promised: Promise,
         reported_tokens: int,
+        begun: _Begun,
     ) -> None:
         request, now_ms = decision.request, decision.time_ms
         path, promised_tokens = promised
@@ -142,6 +206,10 @@ class Examiner:
         if promised_tokens > isl:
             promised_tokens = isl
         promised_blocks = min(len(path), promised_tokens // block_size) if promised_tokens else 0
+        number, brought = begun
+        sent = brought.index(NEVER) if NEVER in brought else len(brought)
+        at = bisect_right(MARKS, reported_tokens // block_size)
+        domain = "media" if request.media else request.domain
         observation = Observation(
             dispatch_id,
             now_ms,
@@ -150,15 +218,67 @@ class Examiner:
             promised_tokens,
             reported_tokens,
             decision.seen_tokens,
-            "media" if request.media else request.domain,
+            domain,
             path[promised_blocks - 1] if promised_blocks else 0,
+            number,
+            MARKS[sent - 1] * block_size if sent else 0,
+            brought[min(at, sent) - 1] if at and sent else NEVER,
+            brought[at] if at < sent else NEVER,
+            worker.load is not None and worker.load.foreign_requests > 0,
         )
-        if promised_tokens != reported_tokens and abs(promised_tokens - reported_tokens) > block_size:
-            observation.announced = self._announced(worker.key, history, now_ms)
-        elif promised_tokens and reported_tokens:
+        if promised_tokens and reported_tokens and abs(promised_tokens - reported_tokens) <= block_size:
             history.agreed += 1
         history.observations.append(observation)
-        history.heads.append((now_ms, path if len(path) <= HEAD_BLOCKS else path[:HEAD_BLOCKS]))
+        self._await_events(worker, history, decision, path, number, domain)
+
+    def _await_events(
+        self, worker: Worker, history: _History, decision: Decision, path: Sequence[int], number: int, domain: str
+    ) -> None:
+        """Look where the events of earlier prompts came, and await those of this one."""
+        now_ms, index = decision.time_ms, self._projection.index
+        awaited, missing = history.awaited, history.missing
+        if missing:
+            self._look(worker, history, missing.popleft(), now_ms)
+        if awaited and now_ms - awaited[0].time_ms >= ANNOUNCED_AFTER_MS:
+            self._look(worker, history, awaited.popleft(), now_ms)
+        if len(missing) >= MISSING_MAX:
+            awaited.clear()
+        if index.groups.reported or len(awaited) + len(missing) >= AWAITED_MAX:
+            return  # a window that moved on leaves a prompt nowhere to resume
+        fresh = decision.seen_tokens // decision.request.block_size
+        depth = MARKS[bisect_right(MARKS, fresh)] if fresh < MARKS[-1] else len(path) + 1
+        if depth <= len(path):
+            awaited.append(_Awaited(now_ms, path[:depth], domain, number))
+
+    def _look(self, worker: Worker, history: _History, prompt: _Awaited, now_ms: int) -> None:
+        """Take note of whose events have a prompt, or that nobody's have after so long."""
+        index, block = self._projection.index, prompt.path[-1]
+        own, others = False, []
+        for depth, mask in index.find(prompt.path):
+            if depth < len(prompt.path):
+                break
+            while mask:
+                lowest = mask & -mask
+                mask ^= lowest
+                key = index.worker(lowest.bit_length() - 1)
+                if key == worker.key:
+                    own = True
+                    continue
+                other = self._histories.get(key)
+                if other is None or block not in other.sent:
+                    others.append(str(key))
+                    if other is None and key in self._projection.fleet.workers:
+                        other = self._history(self._projection.fleet.workers[key])
+                    if other is not None:
+                        other.borrowed.append(str(worker.key))
+        age_ms = now_ms - prompt.time_ms
+        if not own and not others and age_ms < NOWHERE_AFTER_MS:
+            prompt.missing_ms = age_ms
+            history.missing.append(prompt)
+            return
+        if own:
+            history.stored_at = worker.stored_blocks
+        history.announcements.append(Announcement(own, tuple(others), prompt.missing_ms, prompt.domain, prompt.number))
 
     def cleared(self, worker: WorkerKey) -> None:
         """A worker reported that nothing it said before holds any more."""
@@ -184,19 +304,8 @@ class Examiner:
         history.own += 1
         if request.stage in PROMPT_STAGES:
             promised = (path, decision.overlap_blocks * request.block_size)
-            self._compare(worker, history, decision, request.request_id, promised, reported_tokens)
-
-    def _announced(self, worker: WorkerKey, history: _History, now_ms: int) -> float | None:
-        """Return how much of the last prompt that is old enough the index holds of the worker."""
-        if self._has_windows(worker):
-            return None  # a window that moved on leaves an earlier prompt nowhere to resume
-        for time_ms, head in reversed(history.heads):
-            if head and now_ms - time_ms >= ANNOUNCED_AFTER_MS:
-                return self._projection.index.overlap(head, worker).blocks / len(head)
-        if len(history.heads) < LEAST_HEADS or not history.heads[0][1]:
-            return None
-        head = history.heads[0][1]  # in a burst the oldest will do
-        return self._projection.index.overlap(head, worker).blocks / len(head)
+            begun = _begin(history, path)
+            self._compare(worker, history, decision, request.request_id, promised, reported_tokens, begun)
 
     def _history(self, worker: Worker) -> _History:
         key = worker.key
@@ -240,6 +349,11 @@ class Examiner:
             self._has_windows(key),
             history.cleared is not None and history.own - history.cleared < WINDOW,
             worker.events_fault,
+            list(history.announcements),
+            dict(Counter(history.borrowed)),
+            worker.stored_blocks,
+            max(0, worker.stored_blocks - history.stored_at),
+            history.unreported,
         )
 
     def verdict(self, key: WorkerKey) -> ReuseVerdict:
@@ -276,6 +390,21 @@ def _note(history: _History, worker: Worker) -> None:
     if load is not None and history.load is not None and load.steps < history.load.steps:
         history.steps_fell = True
     history.load = load
+
+
+def _begin(history: _History, path: Sequence[int]) -> _Begun:
+    """Take note of a prompt on its way to a worker; return what was known of its blocks before."""
+    sent, number, length = history.sent, history.own, len(path)
+    brought = []
+    for depth in MARKS:
+        if depth > length:
+            break
+        block = path[depth - 1]
+        brought.append(sent.get(block, NEVER))
+        sent[block] = number
+    while len(sent) > SENT_MAX:
+        del sent[next(iter(sent))]
+    return number, brought
 
 
 def uncached_of(decision: Decision, reported_tokens: int) -> UncachedSplit:

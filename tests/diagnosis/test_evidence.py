@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from poolgrid.diagnosis.rules import OF_FINDING, Cause, UncachedSplit, split_uncached
+from poolgrid.diagnosis.causes import Cause
+from poolgrid.diagnosis.evidence import UncachedSplit, split_uncached
 from poolgrid.router.core.decision import DecisionLog
 from poolgrid.router.core.examiner import Examiner
 from poolgrid.router.core.inputs import WorkerWanted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.diagnosis.rules import Cause
+from poolgrid.diagnosis.causes import Cause
 from poolgrid.tools.bench.trace import read_trace
 from poolgrid.wire.events import RequestStarted
 from tests.diagnosis.faulty_pool import (
@@ -40,7 +40,7 @@ def cut(start: RequestStarted) -> dict[str, int]:
 FAULTS = [
     (Cause.BLOCK_SIZE, Fault("wrong block size", engine_block=128)),
     (Cause.SALT, Fault("salt ignored", domain=lambda number: "salt" if number % 8 in (3, 4, 5) else "")),
-    (Cause.HASH, Fault("other hash", edit=other_names)),
+    (Cause.UNMATCHED, Fault("other hash", edit=other_names)),
     (Cause.GROUP, Fault("group hidden", edit=starts(at_checkpoints))),
     (Cause.WINDOW, Fault("window wrong", edit=with_wrong_window)),
     (Cause.ASLEEP, Fault("sleeping engine", forget_at=50)),

@@ -24,7 +24,7 @@ from click.testing import CliRunner
 
 from lab.benchmarks.fleet import free_port
 from poolgrid.cli.main import app
-from poolgrid.diagnosis.rules import Cause
+from poolgrid.diagnosis.causes import Cause
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from tests.e2e.processes import Process, eventually
 from tests.endpoint_picker.gateway import Gateway, running_gateway

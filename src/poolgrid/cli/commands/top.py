@@ -27,7 +27,7 @@ from rich.text import Text
 from poolgrid.cli.command_line import command, router_url
 from poolgrid.cli.doctor_view import uncached_line
 from poolgrid.cli.router_client import KEY_NOTE, api_key_headers, found_url, key_hint, other_url_of
-from poolgrid.diagnosis.rules import Cause
+from poolgrid.diagnosis.causes import Cause
 from poolgrid.process import lifecycle
 from poolgrid.process.figures import UNKNOWN, counted, milliseconds, number, percent, size
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal

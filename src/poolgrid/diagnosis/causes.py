@@ -1,0 +1,188 @@
+"""Every verdict on a worker: of the router's doctor, of a recorded journal, and of a check of an engine server."""
+
+from __future__ import annotations
+
+from poolgrid.diagnosis.diagnosis import Diagnosis
+
+
+class Cause(Diagnosis):
+    """Why reuse is what it is; a fault raises an alert."""
+
+    AGREES = ("agrees", False, "the worker reuses what the router promises", "")
+    COLD = ("cold-workload", False, "prompts share too little for reuse: a low hit rate is no fault", "")
+    UNKNOWN = (
+        "unknown",
+        False,
+        "too few requests with reused tokens to judge",
+        "send requests that share prefixes",
+    )
+    UNREPORTED = (
+        "reuse-unreported",
+        False,
+        "the engine does not report how many tokens it reuses, so nothing can be compared",
+        "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report",
+    )
+    EVENTS_UNFIT = (
+        "events-unfit",
+        True,
+        "the worker itself reports what is wrong with the KV events of its engine",
+        "do what the evidence says, and check it with poolgrid engine-check",
+    )
+    TRUNCATED = (
+        "truncated-prompts",
+        True,
+        "the engine cuts prompts that the router hashes whole",
+        "raise the engine's context length, or give the worker the real one with --max-seq-len",
+    )
+    ADDED_TOKENS = (
+        "added-tokens",
+        True,
+        "the engine puts a token before each prompt, so no block of it is the router's",
+        "send prompts without special tokens (add_special_tokens: false), or remove them from the chat template",
+    )
+    TEMPLATE = (
+        "template",
+        True,
+        "each prompt has a constant number of tokens more or less at the engine: another chat template",
+        "give router and engine the same model directory and chat template",
+    )
+    TOKENIZER = (
+        "tokenizer",
+        True,
+        "the engine makes another number of tokens of prompts: another tokenizer, or a template that differs by message",
+        "give router and engine the same tokenizer files, revision and chat template",
+    )
+    CACHING_OFF = (
+        "caching-off",
+        True,
+        "the engine computes again what it was sent before, and stores no block: its prefix cache is off",
+        "start vLLM with --enable-prefix-caching, SGLang without --disable-radix-cache, TensorRT-LLM with "
+        "enable_block_reuse",
+    )
+    WRONG_ENDPOINT = (
+        "wrong-endpoint",
+        True,
+        "the KV events that are read for the worker are another engine's, or none ever came",
+        "correct the event endpoint and the port of the rank; check it with poolgrid engine-check",
+    )
+    CROSSED = (
+        "crossed-workers",
+        True,
+        "prompts of the worker come in the events of another one: URLs, ranks or event ports are swapped",
+        "compare the server URL, the rank and the event port of both workers: rank n adds n to the port",
+    )
+    SHARED_URL = (
+        "several-engines",
+        True,
+        "several engines or ranks answer the requests of the worker",
+        "give the worker the address of one engine, and let a proxy between them keep the header of the rank",
+    )
+    SAME_ENGINE = (
+        "same-engine",
+        True,
+        "two workers are one engine under two names: its load is counted twice",
+        "remove one of the two workers",
+    )
+    GAP = (
+        "gap",
+        True,
+        "KV events were lost and no replay filled the gap",
+        "configure a replay endpoint that answers, and a larger buffer on the engine",
+    )
+    RESTART = (
+        "restart",
+        True,
+        "the engine or its worker restarted, and the index does not match its cache yet",
+        "wait for the full resync; if it repeats, find out why the engine restarts",
+    )
+    SALT = (
+        "salt",
+        True,
+        "only requests with a cache_salt disagree: the engine does not apply the salt, or does not report it",
+        "use an engine version whose events carry extra_keys; do not isolate tenants on this engine until then",
+    )
+    ADAPTER = (
+        "adapter",
+        True,
+        "only requests to a LoRA adapter disagree: the engine names the adapter differently",
+        "use an engine version whose events carry lora_name",
+    )
+    BLOCK_SIZE = (
+        "block-size",
+        True,
+        "the engine stores blocks of another size than the router hashes",
+        "set --kv-block-size to the size of the engine",
+    )
+    EVENTS_OFF = (
+        "events-off",
+        True,
+        "the worker reuses its cache and has never reported a block",
+        "enable KV events on the engine (vLLM: --kv-events-config; TensorRT-LLM: event_buffer_max_size above 0)",
+    )
+    EVENTS_STOPPED = (
+        "events-stopped",
+        True,
+        "the worker reported blocks earlier, and no event has stored one since",
+        "restart the engine's event publisher, and check its log for a blocked or dead publisher thread",
+    )
+    EVENTS_LATE = (
+        "events-late",
+        True,
+        "KV events come seconds after the prompts that they are about",
+        "look for a busy network, consolidator or event publisher between engine and router",
+    )
+    UNMATCHED = (
+        "events-unmatched",
+        True,
+        "events arrive, and name none of the prompts that the worker computed; not yet known why: another server's "
+        "endpoint, other token ids, or keys that events leave out",
+        "run poolgrid engine-check --url SERVER, which compares events with its own prompts",
+    )
+    WINDOW = (
+        "window",
+        True,
+        "the engine resumes in other steps than the attention window or checkpoint interval in the index",
+        "remove the window options, so that the sizes from the engine's events count",
+    )
+    GROUP = (
+        "group-hidden",
+        True,
+        "the engine resumes prompts in steps that its events do not tell: a KV group is hidden",
+        "publish the events of all KV groups (vLLM: kv_cache_spec_kind in events), or use --policy approximate",
+    )
+    RECOMPUTED = (
+        "recomputed-blocks",
+        True,
+        "the engine computes the last blocks of what it holds again, as speculative decoding does",
+        "nothing if drafting is wanted: its reuse is shorter by these tokens; else remove the drafting option",
+    )
+    TIER = (
+        "tier-unannounced",
+        True,
+        "the worker reuses blocks that it reported as removed: a lower tier holds them and reports nothing",
+        "enable the events of the offloading connector, or count the tier out of --host-cache options",
+    )
+    ASLEEP = (
+        "sleeping-engine",
+        True,
+        "the engine dropped its cache without an event, as sleep and weight updates do",
+        "drain the worker before the engine sleeps, or reset its prefix cache by an API that publishes the event",
+    )
+    FOREIGN = (
+        "foreign-traffic",
+        True,
+        "requests of another router or client evict the blocks that this router reuses",
+        "send all requests through the routers of this pool, or give the other client engines of its own",
+    )
+    REUSES_LESS = (
+        "reuses-less",
+        True,
+        "the worker reuses fewer tokens than its events promise; not yet known why",
+        "run poolgrid engine-check --url SERVER --out FILE, and report the file and poolgrid doctor --json",
+    )
+    REUSES_MORE = (
+        "reuses-more",
+        True,
+        "the worker reuses more tokens than its events promise; not yet known why",
+        "run poolgrid engine-check --url SERVER --out FILE, and report the file and poolgrid doctor --json",
+    )
