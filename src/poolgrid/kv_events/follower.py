@@ -167,6 +167,8 @@ class PubFollower:
         self._asked = 0
         self._attempts = 0
         self._answered = False
+        self._is_mute = False
+        """Whether the replay socket left as many questions as are asked without an answer, and answered none since."""
         self._heard_ms = 0.0
         self._absent_since_ms = 0.0
         self._other_rank: int | None = None
@@ -191,6 +193,11 @@ class PubFollower:
             return "its model has layers of which it is not known what they need: nothing is promised"
         if self._unread >= UNREAD_MIN:
             return f"the last {self._unread} stores could not be read ({self._why_unread})"
+        if self._is_mute:
+            return (
+                f"its replay endpoint has not answered {REPLAY_ATTEMPTS_MAX} questions: what was stored before the "
+                "connection is not known, and a lost frame stays lost"
+            )
         return ""
 
     @property
@@ -266,6 +273,7 @@ class PubFollower:
         if self.state is not SourceState.REPLAYING:
             return effects
         self._heard_ms = self._now_ms = now_ms
+        self._is_mute = False
         if seq == END_OF_REPLAY:
             self._end_of_replay(now_ms, wall_ms, effects)
             return effects
@@ -307,6 +315,7 @@ class PubFollower:
             if self._attempts < REPLAY_ATTEMPTS_MAX:
                 self._ask(now_ms, effects)
             else:
+                self._is_mute = not self._answered
                 self._give_up(
                     f"{self._attempts} replay requests from {self._asked} were not answered", wall_ms, effects
                 )
