@@ -30,18 +30,15 @@ from poolgrid.router.core.selector import PROMPT_STAGES
 from poolgrid.wire.events import LoadReported, RequestStarted
 from poolgrid.wire.identifiers import StreamState, WorkerKey
 
-ANNOUNCED_AFTER_MS: Final = 500
-"""Events of a prompt are with the router by then; they take milliseconds (benchmarks, event plane)."""
-
 NOWHERE_AFTER_MS: Final = 6_000
-"""When a prompt of which no event came counts as never announced: until then its events may be late."""
+"""When a prompt that was computed, and of which no event came, counts as never announced: its events may be late."""
 
-AWAITED_MAX: Final = 64
-"""Prompts of a worker whose events are awaited; beyond it others are not, which is a sample of a busy worker's."""
+SAMPLE_MS: Final = 20
+"""Least time between two prompts of a worker whose events are awaited."""
 
 MISSING_MAX: Final = 32
-"""Of these, the ones of which nothing had come. With so many no other is judged before they are: what had come sooner
-would count for more."""
+"""Prompts of a worker of which nothing came yet. With so many no other is awaited before they are judged: what comes
+sooner would count for more."""
 
 MARKS: Final = (*range(1, 16), *(step << octave for octave in range(2, 15) for step in (4, 5, 6, 7)))
 """Depths in blocks at which prompts are remembered: each up to 15, then four for each doubling, so that the longest
@@ -49,6 +46,9 @@ prompt has some sixty."""
 
 SENT_MAX: Final = 8192
 """Remembered depths of a worker's prompts, some 500 KB; beyond it those that were new first are forgotten."""
+
+CLEARED_FOR: Final = 32
+"""Requests that agree after a worker took back all that it had reported, until that explains nothing."""
 
 HISTORIES_MAX: Final = 4096
 """Workers whose requests are kept, gone ones included; beyond it those that are gone are forgotten."""
@@ -64,19 +64,27 @@ OnReuse = Callable[[Decision, int], None]
 
 
 class _Awaited(msgspec.Struct, gc=False):
-    """A prompt with a block that the pool had never been sent, whose events are awaited."""
+    """A prompt with a block that the pool neither held nor had been sent, whose events are awaited."""
 
-    time_ms: int
+    worker: WorkerKey
     path: Sequence[int]
     """Up to that block."""
     domain: str
     number: int
+    done_ms: int = 0
+    """When it was known to be computed; 0 = it is not."""
     missing_ms: int = 0
-    """How old it was at the last look that found nothing."""
+    """How long after that nothing had come at the last look; 0 = there was none."""
+    is_resent: bool = False
+    """Whether another request brought the block since, so that it may be in the events of that one."""
 
 
-_Begun = tuple[int, list[int]]
-"""A request's number, and those of the requests that had brought its worker each block at ``MARKS`` before."""
+_Begun = tuple[int, int, list[int], _Awaited | None]
+"""A request's number, and the one below which all had ended when it began; those of the requests that had brought its worker each block at ``MARKS`` before; its prompt, if
+its events are awaited."""
+
+AWAITED_MAX: Final = 4096
+"""Prompts of all workers whose events are awaited; beyond it the oldest is not judged."""
 
 BEGUN_MAX: Final = 4096
 """Requests of a worker whose end is awaited; beyond it the oldest is compared without what was known at its start."""
@@ -88,7 +96,6 @@ class _History:
     __slots__ = (
         "agreed",
         "announcements",
-        "awaited",
         "begun",
         "borrowed",
         "cleared",
@@ -101,6 +108,8 @@ class _History:
         "missing",
         "observations",
         "own",
+        "running",
+        "sampled_ms",
         "sent",
         "steps_fell",
         "stored_at",
@@ -110,13 +119,17 @@ class _History:
 
     def __init__(self, epoch: int) -> None:
         self.observations: deque[Observation] = deque(maxlen=WINDOW)
-        self.awaited: deque[_Awaited] = deque()
         self.missing: deque[_Awaited] = deque()
-        """Those of which nothing had come at the first look."""
+        """Prompts of which nothing had come when they were computed."""
+        self.sampled_ms = 0
+        """When a prompt was awaited last."""
         self.announcements: deque[Announcement] = deque(maxlen=WINDOW)
         self.borrowed: deque[str] = deque(maxlen=WINDOW)
         """Workers whose prompts came in the events of this one, oldest first."""
         self.begun: dict[str, _Begun] = {}
+        """Requests whose report is awaited."""
+        self.running: dict[str, int] = {}
+        """Numbers of requests that have not ended, in their order."""
         self.sent: dict[int, int] = {}
         """Number of the last request with a block, for blocks at ``MARKS``."""
         self.stored_at = 0
@@ -127,7 +140,7 @@ class _History:
         self.steps_fell = False
         self.agreed = self.own = self.foreign = self.unreported = 0
         self.cleared: int | None = None
-        """Own requests when it last took back all that it had reported."""
+        """Requests that had agreed when it last took back all that it had reported."""
         self.final: WorkerEvidence | None = None
         """What was known of a worker when it left."""
         self.judged: object = None
@@ -143,6 +156,10 @@ class Examiner:
         self._decision_of = decision_of
         self._on_reuse = on_reuse
         self._histories: dict[WorkerKey, _History] = {}
+        self._awaited: dict[int, _Awaited] = {}
+        """By the block that is awaited."""
+        self._now_ms = 0
+        """Of the latest decision that was looked at."""
         projection.examiner = self
 
     # -- what happens ----------------------------------------------------------------------------------------------
@@ -163,13 +180,17 @@ class Examiner:
         if decision.request.stage in PROMPT_STAGES:
             if decision.reported_isl is None:
                 decision.reported_isl = event.isl
-            if promised is not None:
-                begun = _begin(history, promised[0])
-                self._compare(worker, history, decision, event.request_id, promised, event.cached_tokens, begun)
-            elif path := self._projection.trust.awaited_path(key, event.request_id):
-                history.begun[event.request_id] = _begin(history, path)
-                if len(history.begun) > BEGUN_MAX:
-                    del history.begun[next(iter(history.begun))]
+            path = self._projection.trust.awaited_path(key, event.request_id) if promised is None else promised[0]
+            if path:
+                begun = self._begin(worker, history, decision, path)
+                history.running[event.request_id] = history.own
+                if promised is None:
+                    history.begun[event.request_id] = begun
+                else:
+                    self._compare(worker, history, decision, event.request_id, promised, event.cached_tokens, begun)
+                for each in (history.begun, history.running):
+                    if len(each) > BEGUN_MAX:
+                        del each[next(iter(each))]
 
     def finished(self, key: WorkerKey, request_id: str, promised: Promise | None, reported_tokens: int) -> None:
         """A worker ended a request and reported only then how much of its prompt it reused."""
@@ -181,14 +202,16 @@ class Examiner:
         worker = self._projection.fleet.workers.get(key)
         if worker is not None and promised is not None and decision.request.stage in PROMPT_STAGES:
             history = self._history(worker)
-            begun = history.begun.pop(request_id, None) or _begin(history, promised[0])
+            history.running.pop(request_id, None)
+            begun = history.begun.pop(request_id, None) or self._begin(worker, history, decision, promised[0])
             self._compare(worker, history, decision, request_id, promised, reported_tokens, begun)
 
     def ended_silently(self, key: WorkerKey, request_id: str) -> None:
         """A worker ended a request and did not report at its end how much of its prompt it reused."""
         history = self._histories.get(key)
-        if history is not None and history.begun.pop(request_id, None) is not None:
-            history.unreported += 1
+        if history is not None:
+            history.running.pop(request_id, None)
+            history.unreported += history.begun.pop(request_id, None) is not None
 
     def _compare(
         self,
@@ -206,7 +229,7 @@ class Examiner:
         if promised_tokens > isl:
             promised_tokens = isl
         promised_blocks = min(len(path), promised_tokens // block_size) if promised_tokens else 0
-        number, brought = begun
+        number, settled, brought, awaited = begun
         sent = brought.index(NEVER) if NEVER in brought else len(brought)
         at = bisect_right(MARKS, reported_tokens // block_size)
         domain = "media" if request.media else request.domain
@@ -220,7 +243,9 @@ class Examiner:
             decision.seen_tokens,
             domain,
             path[promised_blocks - 1] if promised_blocks else 0,
+            decision.overlap_tokens,
             number,
+            settled,
             MARKS[sent - 1] * block_size if sent else 0,
             brought[min(at, sent) - 1] if at and sent else NEVER,
             brought[at] if at < sent else NEVER,
@@ -229,62 +254,108 @@ class Examiner:
         if promised_tokens and reported_tokens and abs(promised_tokens - reported_tokens) <= block_size:
             history.agreed += 1
         history.observations.append(observation)
-        self._await_events(worker, history, decision, path, number, domain)
+        if history.missing:
+            self._look(worker, history, history.missing.popleft())
+        if awaited is not None:
+            awaited.done_ms = self._now_ms
+            self._look(worker, history, awaited)
 
-    def _await_events(
-        self, worker: Worker, history: _History, decision: Decision, path: Sequence[int], number: int, domain: str
-    ) -> None:
-        """Look where the events of earlier prompts came, and await those of this one."""
-        now_ms, index = decision.time_ms, self._projection.index
-        awaited, missing = history.awaited, history.missing
-        if missing:
-            self._look(worker, history, missing.popleft(), now_ms)
-        if awaited and now_ms - awaited[0].time_ms >= ANNOUNCED_AFTER_MS:
-            self._look(worker, history, awaited.popleft(), now_ms)
-        if len(missing) >= MISSING_MAX:
-            awaited.clear()
-        if index.groups.reported or len(awaited) + len(missing) >= AWAITED_MAX:
-            return  # a window that moved on leaves a prompt nowhere to resume
-        fresh = decision.seen_tokens // decision.request.block_size
-        depth = MARKS[bisect_right(MARKS, fresh)] if fresh < MARKS[-1] else len(path) + 1
-        if depth <= len(path):
-            awaited.append(_Awaited(now_ms, path[:depth], domain, number))
+    def _begin(self, worker: Worker, history: _History, decision: Decision, path: Sequence[int]) -> _Begun:
+        """Take note of a prompt on its way to a worker; return what was known of its blocks before."""
+        self._now_ms = max(self._now_ms, decision.time_ms)
+        sent, number, length, awaited = history.sent, history.own, len(path), self._awaited
+        settled = next(iter(history.running.values()), number)
+        brought = []
+        for depth in MARKS:
+            if depth > length:
+                break
+            block = path[depth - 1]
+            brought.append(sent.get(block, NEVER))
+            sent[block] = number
+            if block in awaited:
+                self._bring_again(awaited[block])
+        while len(sent) > SENT_MAX:
+            del sent[next(iter(sent))]
+        return number, settled, brought, self._await(worker, history, decision, path, number)
 
-    def _look(self, worker: Worker, history: _History, prompt: _Awaited, now_ms: int) -> None:
+    def _await(
+        self, worker: Worker, history: _History, decision: Decision, path: Sequence[int], number: int
+    ) -> _Awaited | None:
+        request = decision.request
+        is_sampled = self._now_ms - history.sampled_ms >= SAMPLE_MS and len(history.missing) < MISSING_MAX
+        if not is_sampled or (self._has_windows(worker.key) and not worker.stored_blocks):
+            return None  # of windows alone nothing is found by a prefix
+        known = decision.seen_tokens // request.block_size
+        at = bisect_right(MARKS, known)
+        if at == len(MARKS) or MARKS[at] > len(path):
+            return None
+        # What a worker holds and no prompt had are the ends of answers.
+        at = max(at, bisect_right(MARKS, _best_blocks(decision)))
+        if at == len(MARKS) or MARKS[at] > len(path):
+            return None
+        history.sampled_ms = self._now_ms
+        domain = "media" if request.media else request.domain
+        prompt = _Awaited(worker.key, path[: MARKS[at]], domain, number)
+        self._awaited[prompt.path[-1]] = prompt
+        if len(self._awaited) > AWAITED_MAX:
+            del self._awaited[next(iter(self._awaited))]
+        return prompt
+
+    def _bring_again(self, prompt: _Awaited) -> None:
+        """Another request has the awaited block: look once more before it is computed again."""
+        worker = self._projection.fleet.workers.get(prompt.worker)
+        own, others = self._holders(prompt)
+        if worker is not None and (own or others):
+            self._settle(worker, self._history(worker), prompt, own, others)
+        prompt.is_resent = True
+
+    def _look(self, worker: Worker, history: _History, prompt: _Awaited) -> None:
         """Take note of whose events have a prompt, or that nobody's have after so long."""
+        if prompt.path[-1] not in self._awaited:
+            return  # it is settled
+        own, others = self._holders(prompt)
+        age_ms = self._now_ms - prompt.done_ms
+        if own or others or age_ms >= NOWHERE_AFTER_MS:
+            self._settle(worker, history, prompt, own, others)
+            return
+        prompt.missing_ms = max(1, age_ms)
+        history.missing.append(prompt)
+
+    def _settle(self, worker: Worker, history: _History, prompt: _Awaited, own: bool, others: list[WorkerKey]) -> None:
+        del self._awaited[prompt.path[-1]]
+        if own:
+            history.stored_at = worker.stored_blocks
+        if prompt.is_resent and (own or others):
+            return  # whose they are is not known
+        for key in others:
+            other = self._projection.fleet.workers.get(key)
+            if other is not None:
+                self._history(other).borrowed.append(str(worker.key))
+        found = Announcement(own, tuple(map(str, others)), prompt.missing_ms, prompt.domain, prompt.number)
+        history.announcements.append(found)
+
+    def _holders(self, prompt: _Awaited) -> tuple[bool, list[WorkerKey]]:
+        """Return whether a worker's events have a prompt of it, and whose have it without having been sent it."""
         index, block = self._projection.index, prompt.path[-1]
         own, others = False, []
-        for depth, mask in index.find(prompt.path):
+        for depth, mask in index.holders(prompt.path):
             if depth < len(prompt.path):
                 break
             while mask:
                 lowest = mask & -mask
                 mask ^= lowest
                 key = index.worker(lowest.bit_length() - 1)
-                if key == worker.key:
+                if key == prompt.worker:
                     own = True
-                    continue
-                other = self._histories.get(key)
-                if other is None or block not in other.sent:
-                    others.append(str(key))
-                    if other is None and key in self._projection.fleet.workers:
-                        other = self._history(self._projection.fleet.workers[key])
-                    if other is not None:
-                        other.borrowed.append(str(worker.key))
-        age_ms = now_ms - prompt.time_ms
-        if not own and not others and age_ms < NOWHERE_AFTER_MS:
-            prompt.missing_ms = age_ms
-            history.missing.append(prompt)
-            return
-        if own:
-            history.stored_at = worker.stored_blocks
-        history.announcements.append(Announcement(own, tuple(others), prompt.missing_ms, prompt.domain, prompt.number))
+                elif (other := self._histories.get(key)) is None or block not in other.sent:
+                    others.append(key)
+        return own, others
 
     def cleared(self, worker: WorkerKey) -> None:
         """A worker reported that nothing it said before holds any more."""
         history = self._histories.get(worker)
         if history is not None:
-            history.cleared = history.own
+            history.cleared = history.agreed
 
     def left(self, worker: WorkerKey) -> None:
         """A worker is about to leave; what the index holds of it is still known."""
@@ -304,7 +375,7 @@ class Examiner:
         history.own += 1
         if request.stage in PROMPT_STAGES:
             promised = (path, decision.overlap_blocks * request.block_size)
-            begun = _begin(history, path)
+            begun = self._begin(worker, history, decision, path)
             self._compare(worker, history, decision, request.request_id, promised, reported_tokens, begun)
 
     def _history(self, worker: Worker) -> _History:
@@ -347,9 +418,10 @@ class Examiner:
             history.own,
             history.foreign,
             self._has_windows(key),
-            history.cleared is not None and history.own - history.cleared < WINDOW,
+            history.cleared is not None and history.agreed - history.cleared < CLEARED_FOR,
             worker.events_fault,
             list(history.announcements),
+            len(history.missing),
             dict(Counter(history.borrowed)),
             worker.stored_blocks,
             max(0, worker.stored_blocks - history.stored_at),
@@ -392,28 +464,18 @@ def _note(history: _History, worker: Worker) -> None:
     history.load = load
 
 
-def _begin(history: _History, path: Sequence[int]) -> _Begun:
-    """Take note of a prompt on its way to a worker; return what was known of its blocks before."""
-    sent, number, length = history.sent, history.own, len(path)
-    brought = []
-    for depth in MARKS:
-        if depth > length:
-            break
-        block = path[depth - 1]
-        brought.append(sent.get(block, NEVER))
-        sent[block] = number
-    while len(sent) > SENT_MAX:
-        del sent[next(iter(sent))]
-    return number, brought
+def _best_blocks(decision: Decision) -> int:
+    """Return the most blocks that any candidate held, on all of its tiers."""
+    columns = decision.candidates
+    return int(max(map(sum, zip(columns.device_overlap, columns.host_overlap, columns.disk_overlap, strict=True))))
 
 
 def uncached_of(decision: Decision, reported_tokens: int) -> UncachedSplit:
     """Return why the rest of a decision's prompt was computed."""
-    request, columns = decision.request, decision.candidates
+    request = decision.request
     promised_blocks = best_blocks = decision.overlap_blocks
     if decision.seen_tokens > max(reported_tokens, promised_blocks * request.block_size):
-        tiers = zip(columns.device_overlap, columns.host_overlap, columns.disk_overlap, strict=True)
-        best_blocks = int(max(map(sum, tiers)))
+        best_blocks = _best_blocks(decision)
     size = request.block_size
     return split_uncached(
         request.isl, decision.seen_tokens, best_blocks * size, promised_blocks * size, reported_tokens

@@ -45,6 +45,13 @@ def pair(engine: Engine | None = None, **options: Any) -> EnginePool:
     return pool
 
 
+def alone(**options: Any) -> EnginePool:
+    """A pool of one worker, whose cache is too small for its conversations."""
+    pool = EnginePool(("a",))
+    pool.put("a", Engine(blocks=120, **options))
+    return pool
+
+
 def with_edit(edit: Edit) -> EnginePool:
     pool = pair()
     pool.readers[A].edit = edit
@@ -70,7 +77,7 @@ def others_share(blocks: int) -> EnginePool:
 class StepCache(PagedCache):
     """Resumes at multiples of some tokens alone, as models with states do."""
 
-    step = 48
+    step = 96
 
     def begin(
         self, tokens: list[int], lora: str, salt: str, media: tuple[tuple[int, int, str], ...] = ()
@@ -89,13 +96,13 @@ class LongStepCache(StepCache):
 
 
 class DraftCache(StepCache):
-    """Computes the last two blocks of what it finds again."""
+    """Computes the last four blocks of what it finds again."""
 
     def begin(
         self, tokens: list[int], lora: str, salt: str, media: tuple[tuple[int, int, str], ...] = ()
     ) -> tuple[Running, int]:
         sequence, cached = PagedCache.begin(self, tokens, lora, salt, media)
-        self._keep(sequence, max(0, cached // self.block_size - 2))
+        self._keep(sequence, max(0, cached // self.block_size - 4))
         return sequence, sequence.filled * self.block_size
 
 
@@ -385,6 +392,7 @@ def right_cut(prompt: Prompt) -> list[int]:
 SOME_SALTED = Traffic(salts=lambda slot: "tenant" if slot % 2 else "")
 ALL_SALTED = Traffic(salts=lambda slot: f"tenant-{slot}")
 SOME_ADAPTED = Traffic(loras=lambda slot: "tuned" if slot % 2 else "")
+FEW = Traffic(clients=2)
 LONG = Traffic(requests=300)
 
 FAULTS = [
@@ -416,18 +424,18 @@ FAULTS = [
     EngineFault("a layer of unknown kind", (Cause.EVENTS_UNFIT,), lambda: with_edit(with_unknown_kind)),
     EngineFault("other block size", (Cause.EVENTS_UNFIT,), lambda: pair(Engine(block_size=24))),
     EngineFault("prefix caching off", (Cause.CACHING_OFF,), lambda: pair(UncachedEngine())),
-    EngineFault("reuse in steps of 48", (Cause.GROUP,), lambda: pair(cache=StepCache)),
+    EngineFault("reuse in steps of 96", (Cause.GROUP,), lambda: pair(cache=StepCache)),
     EngineFault("reuse in steps of 256", (Cause.GROUP,), lambda: pair(cache=LongStepCache), LONG),
-    EngineFault("two last blocks again", (Cause.RECOMPUTED,), lambda: pair(cache=DraftCache)),
+    EngineFault("four last blocks again", (Cause.RECOMPUTED,), lambda: pair(cache=DraftCache)),
     EngineFault("cache dropped every 50 requests", (Cause.ASLEEP,), lambda: flushed(50)),
     EngineFault("cache dropped every 90 requests", (Cause.ASLEEP,), lambda: flushed(90)),
-    EngineFault("others on the engine", (Cause.FOREIGN,), lambda: others_share(300)),
+    EngineFault("others on the engine", (Cause.FOREIGN,), lambda: others_share(140)),
     EngineFault("frames lost, no replay", (Cause.GAP,), lambda: frames_lost(False), Traffic(requests=120)),
     EngineFault("events stop", (Cause.EVENTS_STOPPED,), lambda: events_from(100, False)),
     EngineFault("events off", (Cause.EVENTS_OFF,), lambda: events_from(10**9, True)),
     EngineFault("events 5 s late", (Cause.EVENTS_LATE,), lambda: late(5_000)),
-    EngineFault("a tier that says nothing", (Cause.TIER,), lambda: pair(blocks=100, cache=OffloadingCache)),
-    EngineFault("removals lost", (), lambda: pair(blocks=100, cache=LosingCache)),
+    EngineFault("a tier that says nothing", (Cause.TIER,), lambda: alone(cache=OffloadingCache), FEW),
+    EngineFault("removals lost", (), lambda: alone(cache=LosingCache), FEW),
     EngineFault("reuse not reported", (Cause.UNREPORTED,), lambda: reports(lambda cached: None)),
     EngineFault("reuse reported as 0", (), lambda: reports(lambda cached: 0)),
     EngineFault("half of the reuse reported", (), lambda: reports(lambda cached: cached // 32 * 16)),

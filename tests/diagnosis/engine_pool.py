@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from poolgrid.diagnosis.rules import ReuseVerdict
-from poolgrid.kv_events.follower import END_OF_REPLAY, AskReplay, Leave, NewLife, PubEffect, PubFollower
+from poolgrid.kv_events.follower import END_OF_REPLAY, AskReplay, Leave, NewLife, PubEffect, PubFollower, SourceState
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.examiner import Examiner
 from poolgrid.router.core.inputs import WorkerWanted
@@ -262,6 +262,11 @@ class EnginePool:
             self.say(key, WorkerJoined(self.card))
         for reader in self.readers.values():
             reader.connect()
+        # A worker joins with what its publisher replays, or when it has asked for that in vain.
+        joined_ms = self.now_ms + 60_000.0
+        while any(each.follower.state is SourceState.REPLAYING for each in self.readers.values()):
+            assert self.now_ms < joined_ms, "a replay is awaited without end"
+            self.pass_time(self.now_ms + 1000.0)
 
     def pass_time(self, until_ms: float) -> None:
         """Let time pass; what is due happens then."""

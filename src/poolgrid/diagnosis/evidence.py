@@ -35,8 +35,12 @@ class Observation(msgspec.Struct, gc=False):
     """``salt``, ``adapter`` or ``media`` where the prompt is hashed with one; empty for plain text."""
     prefix: int
     """Sequence hash of the last promised block; 0 without any."""
+    chosen_tokens: int = 0
+    """Promised at the choice; ``promised_tokens`` has what events brought until the start, or the report."""
     number: int = 0
     """Its place among the worker's requests."""
+    settled: int = 0
+    """Number below which all requests had ended when it began."""
     sent_tokens: int = 0
     """Leading tokens that this worker had been sent before."""
     reused_since: int = NEVER
@@ -55,7 +59,7 @@ class Announcement(msgspec.Struct, gc=False):
     others: tuple[str, ...] = ()
     """In those of workers that this prompt was not sent to."""
     delay_ms: int = 0
-    """How long after the choice they were there, at the most; 0 = they were, at the first look."""
+    """How long after the prompt was computed they were not there yet; 0 = they were at the first look."""
     domain: str = ""
     number: int = 0
     """Place of its request among the worker's."""
@@ -86,11 +90,13 @@ class WorkerEvidence(msgspec.Struct):
     has_windows: bool = False
     """Whether the index knows of attention windows or checkpoints of the engine."""
     was_cleared: bool = False
-    """Whether the worker took back all that it had reported, in the last requests."""
+    """Whether the worker took back all that it had reported, and hardly a request agreed since."""
     events_fault: str = ""
     """In what its engine's events do not fit it, as it says itself."""
     announcements: list[Announcement] = []
     """Oldest first; of prompts too young to judge none."""
+    missing_prompts: int = 0
+    """Those too young: they were computed, and nothing of them came yet."""
     borrowed: dict[str, int] = {}
     """By other workers: of how many of their prompts the blocks came in this worker's events."""
     stored_blocks: int = 0

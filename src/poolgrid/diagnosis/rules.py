@@ -56,9 +56,6 @@ EXCEPTIONS: Final = 20
 LOST_PER_FLUSH: Final = 3
 """Requests that lost what was computed before, from which they show that a cache was dropped as a whole."""
 
-AT_ONCE: Final = 8
-"""Requests that may run at once: which of them computed a block first is not known."""
-
 REPEATS: Final = 2
 """Times ``needed``: prompts sent again, none of which was reused, before the prefix cache is off."""
 
@@ -243,26 +240,37 @@ class _Figures:
 
         After it nothing is reused but what was sent again, and each promise of something older is broken.
         """
-        found, begin, lost, reused, inside = 0, NEVER, set[int](), 0, 0
-        losses = 0
+        found, begin, reused, inside = 0, NEVER, 0, 0
+        lost: list[Observation] = []
         for each in self.warm:
             if self.is_parted(each) and not self.is_over(each):
                 return 0
-            if self.is_over(each):
-                if each.lost_since == NEVER:
-                    continue
-                if begin == NEVER or begin <= each.lost_since < each.number - AT_ONCE:
-                    if begin != NEVER and losses < LOST_PER_FLUSH:
+            if self.is_over(each) and NEVER < each.lost_since < each.settled:
+                if begin <= each.lost_since:
+                    # It was computed and lost once more.
+                    if begin != NEVER and not self._is_flush(lost):
                         return 0
-                    found, begin, lost, losses, reused, inside = found + 1, each.number, set(), 0, 0, 0
-                losses += 1
-                lost.add(each.prefix)
-            elif begin != NEVER and each.reported_tokens > self.given.block_size:
-                reused += NEVER < each.reused_since < begin - AT_ONCE
+                    found += begin != NEVER
+                    begin, lost, reused, inside = each.number, [], 0, 0
+                lost.append(each)
+            elif begin != NEVER and not self.is_over(each) and each.reported_tokens > self.given.block_size:
+                reused += NEVER < each.reused_since < begin
             inside += begin != NEVER
             if reused > 1 + inside // 10:
                 return 0
-        return found if begin == NEVER or (losses >= LOST_PER_FLUSH and len(lost) > 1) else 0
+        return found + self._is_flush(lost)
+
+    def _is_flush(self, lost: Sequence[Observation]) -> bool:
+        """Return whether several prefixes were lost, and no older ones than are reused at other times: a cache that is
+        too small loses the oldest."""
+        young = sum(each.number - each.lost_since <= self._reused_age for each in lost)
+        return len(lost) >= LOST_PER_FLUSH and len({each.prefix for each in lost}) > 1 and 2 * young >= len(lost)
+
+    @cached_property
+    def _reused_age(self) -> int:
+        """Return how many requests ago what is reused was computed or reused last, but for the oldest quarter."""
+        ages = sorted(each.number - each.reused_since for each in self.warm if each.reused_since != NEVER)
+        return ages[len(ages) * 3 // 4] if ages else 0
 
     @cached_property
     def is_flushed(self) -> bool:
@@ -329,7 +337,15 @@ class _Figures:
 
     @cached_property
     def late(self) -> int:
-        return sum(each.delay_ms >= LATE_MS for each in self.judged)
+        return sum(each.own and each.delay_ms >= LATE_MS for each in self.judged)
+
+    @cached_property
+    def are_late(self) -> bool:
+        return self.late >= self.given.needed and 2 * self.late >= len(self.judged)
+
+    @cached_property
+    def at_once(self) -> int:
+        return sum(each.own and not each.delay_ms for each in self.judged)
 
     @cached_property
     def reuses_for_ms(self) -> int:
@@ -370,6 +386,26 @@ class _Figures:
         )
 
     @cached_property
+    def returns_silently(self) -> bool:
+        """Whether the worker often reuses what it was sent before and its events had taken back at the choice."""
+        last = self.warm[-RECENT:]
+        returned = [
+            each
+            for each in last
+            if each.reported_tokens - each.chosen_tokens > self.given.block_size
+            and NEVER < each.reused_since < each.settled
+        ]
+        tokens = sum(each.reported_tokens - each.chosen_tokens for each in returned)
+        return (
+            len(returned) >= self.given.needed
+            and tokens > PARTED_ABOVE * sum(each.reported_tokens for each in last)
+            and self.is_most(self.at_once)
+            and self.given.missing_prompts < self.given.needed
+            and self.given.stream == "live"
+            and self.never_over
+        )
+
+    @cached_property
     def is_older(self) -> bool:
         """Whether all that was reused beyond the promise is what the worker was sent before."""
         size = self.given.block_size
@@ -388,6 +424,7 @@ _OF_LENGTHS: Final[tuple[_Rule, ...]] = (
 
 _WITHOUT_FAULT: Final[tuple[_Rule, ...]] = (
     (Cause.SAME_ENGINE, lambda f: bool(f.twin)),
+    (Cause.SHARED_URL, lambda f: f.is_scattered and (f.stranger[1] > 1 or f.disagrees_both_ways)),
     (Cause.CACHING_OFF, lambda f: f.never_reuses and not f.given.stored_blocks and not f.given.held_blocks),
     (Cause.FOREIGN, lambda f: f.is_crowded),
     (Cause.WINDOW, lambda f: f.resume_step > 0 and f.given.has_windows),
@@ -395,6 +432,7 @@ _WITHOUT_FAULT: Final[tuple[_Rule, ...]] = (
     (Cause.RECOMPUTED, lambda f: f.recomputed_tokens > 0),
     (Cause.COLD, lambda f: not f.parted and len(f.given.observations) >= f.given.needed and f.seen_share < COLD_BELOW),
     (Cause.UNKNOWN, lambda f: not f.parted and len(f.warm) < f.given.needed),
+    (Cause.TIER, lambda f: not f.parted and f.returns_silently),
     (Cause.RESTART, lambda f: f.is_flushed and f.given.steps_fell),
     (Cause.ASLEEP, lambda f: f.is_flushed and f.given.agreed_requests >= f.given.needed),
     (Cause.AGREES, lambda f: not f.parted),
@@ -404,19 +442,20 @@ _WITHOUT_FAULT: Final[tuple[_Rule, ...]] = (
 _OF_REUSE: Final[tuple[_Rule, ...]] = (
     (Cause.CROSSED, lambda f: f.is_most(f.stranger[1])),
     (Cause.WRONG_ENDPOINT, lambda f: not f.given.was_live or (f.is_most(f.nowhere) and bool(f.lender))),
+    (Cause.GAP, lambda f: f.given.stream in ("stale", "replaying")),
+    (Cause.EVENTS_OFF, lambda f: f.is_under and not f.given.stored_blocks and not f.given.held_blocks
+        and f.reuses_for_ms >= QUIET_MS),
     # A worker takes back all that it reported when it has lost events; an engine that cleared its cache reuses nothing.
-    (Cause.GAP, lambda f: f.given.stream in ("stale", "replaying") or (f.given.was_cleared and f.is_under)),
+    (Cause.GAP, lambda f: f.given.was_cleared and f.is_under),
     (Cause.RESTART, lambda f: f.given.steps_fell or (f.given.epochs > 1 and f.is_under and not f.is_most(f.nowhere))),
     (Cause.SALT, lambda f: f.only_in("salt")),
     (Cause.ADAPTER, lambda f: f.only_in("adapter")),
-    (Cause.SHARED_URL, lambda f: f.is_scattered and (f.stranger[1] > 1 or f.disagrees_both_ways)),
-    (Cause.EVENTS_OFF, lambda f: f.is_under and not f.given.stored_blocks and not f.given.held_blocks
-        and f.reuses_for_ms >= QUIET_MS),
-    (Cause.EVENTS_LATE, lambda f: f.is_most(f.late)),
+    (Cause.EVENTS_LATE, lambda f: f.are_late),
     (Cause.EVENTS_STOPPED, lambda f: f.is_under and f.has_stopped),
     (Cause.BLOCK_SIZE, lambda f: f.is_under and f.is_most(f.nowhere) and f.shows_block_size),
     (Cause.UNMATCHED, lambda f: f.is_under and f.is_most(f.nowhere) and f.given.stored_blocks + f.given.held_blocks > 0),
-    (Cause.TIER, lambda f: f.is_under and f.is_most(f.own) and f.never_over and f.is_older),
+    (Cause.TIER, lambda f: f.is_under and f.is_most(f.at_once) and f.never_over and f.is_older
+        and f.given.missing_prompts < f.given.needed),
     (Cause.REUSES_MORE, lambda f: f.is_under),
     (Cause.REUSES_LESS, lambda f: True),
 )  # fmt: skip
@@ -510,7 +549,7 @@ def _of_cause(figures: _Figures, cause: Cause, parted: Sequence[Observation]) ->
     if cause is Cause.SAME_ENGINE:
         return [f"its prompts come in the events of {figures.twin} too, and the other way round"]
     if cause is Cause.EVENTS_LATE:
-        delays = [each.delay_ms for each in figures.judged if each.delay_ms >= LATE_MS]
+        delays = [each.delay_ms for each in figures.judged if each.own]
         return [f"blocks of {len(delays)} prompts came up to {max(delays) / 1000:.0f} s after their requests"]
     if cause in (Cause.UNMATCHED, Cause.REUSES_MORE) and given.observations:
         keyed = sorted({each.domain for each in given.observations} - {""})

@@ -83,6 +83,8 @@ class EngineTranslator:
         self.ignored_blocks = 0
         self.other_block_size = 0
         """Tokens in a block of the last stored event whose blocks are no multiple of the index's; 0 = none had."""
+        self.cut_stores = 0
+        """Stored events without the tokens of more than a last block."""
         self.has_unknown_groups = False
         """Whether there are groups of which it is not known what they need: nothing is promised then."""
 
@@ -240,6 +242,7 @@ class EngineTranslator:
         # The tokens of a trailing partial block name nothing that a prompt could share.
         size, hashes = event.block_size, event.hashes
         told, whole = len(hashes), len(event.token_bytes) // (TOKEN_BYTES * size)
+        self.cut_stores += whole < told - 1
         stride = 1
         if size != self._block_size:
             stride, rest = divmod(size, self._block_size)

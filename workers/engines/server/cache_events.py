@@ -213,6 +213,8 @@ class RankEvents:
             elif isinstance(effect, NewLife | Leave):
                 log.info("cache events of rank %d begin again: %s", self._source.dp_rank, effect.reason)
                 events = [CacheCleared()] if events or self.told else []
+                if isinstance(effect, Leave):
+                    self._unreached = f"nothing answers at its event endpoint {self._source.endpoint} any more"
         if events:
             self.told.apply(events)
         self._note_doubt()
