@@ -416,7 +416,7 @@ FAULTS = [
     EngineFault("BOS that usage does not count", (), lambda: uncounted(lambda each: [1, *each.tokens])),
     EngineFault("salts of all not in events", (), lambda: salts(True, False), ALL_SALTED),
     EngineFault("salts of some not in events", (Cause.SALT,), lambda: salts(True, False), SOME_SALTED),
-    EngineFault("salts of all ignored", (Cause.SALT,), lambda: salts(False, True), ALL_SALTED),
+    EngineFault("salts of all ignored", (), lambda: salts(False, True), ALL_SALTED),
     EngineFault("adapter by its number", (Cause.ADAPTER,), lambda: with_edit(by_number), SOME_ADAPTED),
     EngineFault("token lists shortened", (Cause.EVENTS_UNFIT,), lambda: with_edit(with_fewer_tokens), LONG),
     EngineFault("parents stripped", (), lambda: with_edit(without("parent_block_hash"))),

@@ -275,12 +275,15 @@ class EnginePool:
             for reader in self.readers.values():
                 reader.tick()
 
-    def play(self, traffic: Traffic, looks: bool = False) -> dict[str, ReuseVerdict]:
-        """Send requests in waves of as many as there are clients; return the verdict on each worker."""
+    def play(self, traffic: Traffic, looks_every: int = 0) -> dict[str, ReuseVerdict]:
+        """Send requests in waves of as many as there are clients; return the verdict on each worker.
+
+        ``looks_every`` so many waves the verdicts at the time are kept.
+        """
         self.start()
         randomness = random.Random(traffic.seed)
         system = [5 + at % 61 for at in range(traffic.system)]
-        number = 0
+        number = waves = 0
         talks = {slot: Talk(list(system)) for slot in range(traffic.talks)}
         while number < traffic.requests:
             wave = []
@@ -296,7 +299,8 @@ class EnginePool:
                 number += 1
             self._serve(wave)
             self.pass_time(self.now_ms + traffic.gap_ms * len(wave))
-            if looks:
+            waves += 1
+            if looks_every and not waves % looks_every:
                 self.look()
         return {each.worker: each for each in self.examiner.verdicts()}
 

@@ -65,8 +65,11 @@ QUIET_MS: Final = 6_000
 ADDED_MAX: Final = 2
 """Special tokens that a tokenizer puts before a prompt; a template that begins differently has more."""
 
+SOON_MS: Final = 500
+"""Events of a prompt are with the router by then; they take milliseconds (benchmarks, event plane)."""
+
 LATE_MS: Final = 2_000
-"""Events of a prompt are with the router within milliseconds; those that take so long are late."""
+"""Events that take so long are late."""
 
 
 class ReuseVerdict(msgspec.Struct, frozen=True):
@@ -180,12 +183,9 @@ class _Figures:
         return again >= enough and not any(each.reported_tokens for each in self.given.observations)
 
     def only_in(self, domain: str) -> bool:
-        """Return whether only requests of a domain disagree, and others agree, or it reused what it was never sent."""
-        if any(each.domain != domain for each in self.parted):
-            return False
+        """Return whether only requests of a domain disagree, and others agree."""
         others = sum(each.domain != domain and not self.is_parted(each) for each in self.warm)
-        beyond = sum(each.reported_tokens > each.seen_tokens + self.given.block_size for each in self.parted)
-        return others >= self.given.needed or 2 * beyond >= len(self.parted)
+        return others >= self.given.needed and all(each.domain == domain for each in self.parted)
 
     # -- what an engine does always --------------------------------------------------------------------------------
 
@@ -344,8 +344,10 @@ class _Figures:
         return self.late >= self.given.needed and 2 * self.late >= len(self.judged)
 
     @cached_property
-    def at_once(self) -> int:
-        return sum(each.own and not each.delay_ms for each in self.judged)
+    def are_announced(self) -> bool:
+        """Whether all that the worker computes comes in its own events, and soon."""
+        soon = sum(each.own and each.delay_ms < SOON_MS for each in self.judged)
+        return self.is_most(soon) and not self.late and self.given.missing_prompts < self.given.needed
 
     @cached_property
     def reuses_for_ms(self) -> int:
@@ -399,8 +401,7 @@ class _Figures:
         return (
             len(returned) >= self.given.needed
             and tokens > PARTED_ABOVE * sum(each.reported_tokens for each in last)
-            and self.is_most(self.at_once)
-            and self.given.missing_prompts < self.given.needed
+            and self.are_announced
             and self.given.stream == "live"
             and self.never_over
         )
@@ -417,8 +418,12 @@ _Rule = tuple[Cause, Callable[[_Figures], bool]]
 _OF_LENGTHS: Final[tuple[_Rule, ...]] = (
     (Cause.TRUNCATED, lambda f: f.are_cut),
     (Cause.ADDED_TOKENS, lambda f: 0 < f.added_tokens <= ADDED_MAX and f.is_most(f.nowhere)),
-    (Cause.TEMPLATE, lambda f: f.added_tokens != 0),
-    (Cause.TOKENIZER, lambda f: True),
+    # Where prompts begin alike, the end differs.
+    (Cause.TEMPLATE, lambda f: f.added_tokens != 0 and (f.added_tokens not in range(1, ADDED_MAX + 1) or f.is_most(f.own))),
+    (Cause.TOKENIZER, lambda f: f.added_tokens == 0),
+    (Cause.UNKNOWN, lambda f: not f.parted),
+    (Cause.REUSES_MORE, lambda f: f.is_under),
+    (Cause.REUSES_LESS, lambda f: True),
 )
 """Where prompt lengths differ."""
 
@@ -454,8 +459,7 @@ _OF_REUSE: Final[tuple[_Rule, ...]] = (
     (Cause.EVENTS_STOPPED, lambda f: f.is_under and f.has_stopped),
     (Cause.BLOCK_SIZE, lambda f: f.is_under and f.is_most(f.nowhere) and f.shows_block_size),
     (Cause.UNMATCHED, lambda f: f.is_under and f.is_most(f.nowhere) and f.given.stored_blocks + f.given.held_blocks > 0),
-    (Cause.TIER, lambda f: f.is_under and f.is_most(f.at_once) and f.never_over and f.is_older
-        and f.given.missing_prompts < f.given.needed),
+    (Cause.TIER, lambda f: f.is_under and f.are_announced and f.never_over and f.is_older),
     (Cause.REUSES_MORE, lambda f: f.is_under),
     (Cause.REUSES_LESS, lambda f: True),
 )  # fmt: skip
@@ -490,7 +494,7 @@ def _cause(figures: _Figures) -> Cause:
     return next(cause for cause, fits in rules if fits(figures))
 
 
-_LENGTHS: Final = tuple(cause for cause, _ in _OF_LENGTHS)
+_LENGTHS: Final = (Cause.TRUNCATED, Cause.ADDED_TOKENS, Cause.TEMPLATE, Cause.TOKENIZER)
 
 
 def _words(figures: _Figures, cause: Cause, parted: Sequence[Observation]) -> list[str]:
@@ -534,8 +538,9 @@ def _announced(figures: _Figures) -> str:
 def _of_cause(figures: _Figures, cause: Cause, parted: Sequence[Observation]) -> list[str]:
     """Return what shows this cause."""
     given = figures.given
-    if cause in _LENGTHS:
-        return [f"prompt of {parted[0].isl:,} tokens at the router, {parted[0].reported_isl:,} at the engine"]
+    if figures.are_lengths_off:
+        first = figures.lengths_differ[0]
+        return [f"prompt of {first.isl:,} tokens at the router, {first.reported_isl:,} at the engine"]
     if cause is Cause.BLOCK_SIZE and figures.reuse_step:
         return [f"reported reuse is in multiples of {figures.reuse_step} tokens, blocks have {given.block_size}"]
     if cause in (Cause.GROUP, Cause.WINDOW) and figures.resume_step:
