@@ -17,7 +17,6 @@ from poolgrid.router.core.examiner import Examiner
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.policy import RoutingRequest
-from poolgrid.tools.engine_check.core.finding import Kind
 from poolgrid.wire.events import RequestFinished, RequestStarted
 from tests.observability_proof.verdicts import FAULTS, NOT_CAUSED, OF_TEXT
 from tests.router.fleet_builder import Pool, decided
@@ -86,10 +85,6 @@ def test_usage_of_a_forwarded_answer_shows_another_template(is_late: bool) -> No
 
     assert verdict.cause is Cause.TEMPLATE
     assert verdict.requests == 12
-
-
-def test_findings_of_the_engine_check_exist() -> None:
-    assert OF_FINDING.keys() <= {kind.value for kind in Kind}
 
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -156,7 +156,7 @@ FAULTS = (
         replace(ROOMY, adapters=("tuned",)),
         body=ADAPTED,
     ),
-    Fault(Cause.HASH, "events name other tokens", _other_tokens),
+    Fault(Cause.UNMATCHED, "events name other tokens", _other_tokens),
     Fault(Cause.GROUP, "a group of states is in no event", cache=CheckpointCache),
     Fault(Cause.WINDOW, "events name a window that is too small", _small_window, cache=CheckpointCache),
     Fault(Cause.ASLEEP, "the cache is dropped without an event", at={50: _forget}),

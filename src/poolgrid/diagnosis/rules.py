@@ -50,6 +50,9 @@ COLD_BELOW: Final = 0.05
 DISTINCT_REUSES: Final = 4
 """Different reported reuses that show in which steps an engine reuses, by their greatest common divisor."""
 
+STEPS_SHOWN: Final = 4
+"""Requests that show in which steps an engine resumes; twice as many show what it computes again."""
+
 EXCEPTIONS: Final = 20
 """One request of so many may be an exception from what an engine does always: an eviction, a block in progress."""
 
@@ -155,7 +158,7 @@ class _Figures:
             parted = [each for each in group if self.is_parted(each)]
             disputed = sum(abs(each.promised_tokens - each.reported_tokens) for each in parted)
             base = sum(max(each.promised_tokens, each.reported_tokens) for each in group)
-            if len(parted) >= self.given.needed and disputed > PARTED_ABOVE * base:
+            if len(parted) >= self.given.needed and disputed > (PARTED_ABOVE * base if self.given.needed > 1 else 0):
                 return parted
         run: list[Observation] = []
         for each in self.warm:
@@ -213,7 +216,7 @@ class _Figures:
     def resume_step(self) -> int:
         """Return in what steps, larger than blocks, the engine resumes what was promised; 0 = in none."""
         reuses = {each.reported_tokens for each in self._promised if each.reported_tokens}
-        step, needed = gcd(*reuses), self.given.needed
+        step, needed = gcd(*reuses), STEPS_SHOWN
         if step <= self.given.block_size or sum(map(self.is_over, self._promised)) < needed:
             return 0
         if len(reuses) < DISTINCT_REUSES:
@@ -230,7 +233,7 @@ class _Figures:
         size = self.given.block_size
         losses = Counter(self.due(each) - each.reported_tokens for each in self._promised if each.reported_tokens)
         loss, count = losses.most_common(1)[0] if losses else (0, 0)
-        if loss <= size or count < 2 * self.given.needed or self.reuse_step != size:
+        if loss <= size or count < 2 * STEPS_SHOWN or self.reuse_step != size:
             return 0
         return loss if self._always(lambda each: each.reported_tokens == max(0, self.due(each) - loss)) else 0
 
