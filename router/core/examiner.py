@@ -40,6 +40,9 @@ MISSING_MAX: Final = 32
 """Prompts of a worker of which nothing came yet. With so many no other is awaited before they are judged: what comes
 sooner would count for more."""
 
+LOOKS: Final = 2
+"""Missing prompts of a worker that are looked for at each of its requests, a few microseconds each."""
+
 MARKS: Final = (*range(1, 16), *(step << octave for octave in range(2, 15) for step in (4, 5, 6, 7)))
 """Depths in blocks at which prompts are remembered: each up to 15, then four for each doubling, so that the longest
 prompt has some sixty."""
@@ -254,7 +257,7 @@ class Examiner:
         if promised_tokens and reported_tokens and abs(promised_tokens - reported_tokens) <= block_size:
             history.agreed += 1
         history.observations.append(observation)
-        if history.missing:
+        for _ in range(min(LOOKS, len(history.missing))):
             self._look(worker, history, history.missing.popleft())
         if awaited is not None:
             awaited.done_ms = self._now_ms

@@ -40,16 +40,31 @@ REQUESTS = 100
 PACE_S = 0.04
 """Between requests: what an earlier prompt's events said counts half a second later."""
 
+LONGEST = 300
+"""Requests after which a fault counts as not named: that nothing comes of a prompt takes six seconds to tell."""
+
 PATIENCE_S = 60.0
 
 CHECKPOINT = 128
 """Tokens between the places at which a state model of the stand-in is resumed."""
 
+LIVE = "on live processes too, by tests/diagnosis/test_live_faults.py"
+SEEN = "by engines in one process, see tests/diagnosis/test_engine_faults.py"
+
 NOT_CAUSED = {
     Cause.BLOCK_SIZE: "the events of an engine show its block size first; see tests/diagnosis",
     Cause.RESTART: "a worker rejoins when its server restarts, and index and cache agree; see tests/diagnosis",
-    Cause.TIER: "blocks that come back may be stored in the index before the request's start; see tests/diagnosis",
-    Cause.UNEXPLAINED: "what no rule explains has no known cause",
+    Cause.TIER: SEEN,
+    Cause.CACHING_OFF: LIVE,
+    Cause.ADDED_TOKENS: LIVE,
+    Cause.RECOMPUTED: LIVE,
+    Cause.UNREPORTED: LIVE,
+    Cause.CROSSED: LIVE,
+    Cause.SHARED_URL: SEEN,
+    Cause.SAME_ENGINE: SEEN,
+    Cause.EVENTS_LATE: SEEN,
+    Cause.REUSES_LESS: SEEN,
+    Cause.REUSES_MORE: SEEN,
     Cause.UNKNOWN: "the verdict of too few requests, which every worker has before its first ones",
 }
 
@@ -244,13 +259,17 @@ def cause(fault: Fault, router: Process, directory: Path) -> Named:
         )  # fmt: skip
         _until_there(router.url, name)
         client = opened.enter_context(httpx.Client(timeout=60, trust_env=False))
-        for number in range(REQUESTS):
+        told, number = ("", ""), -1
+        while number < LONGEST and (number < REQUESTS or told != (name, name)):
+            number += 1
             if number in fault.at:
                 running.do(_on_loop(fault.at[number], server))
             server.sent = number
             _complete(client, router.url, conversation(number), **fault.body(number))
             pause(PACE_S)
-        return Named(fault.cause, fault.what, *Doctor(router.url).verdict(name), REQUESTS)
+            if number >= REQUESTS and not number % 20:
+                told = Doctor(router.url).verdict(name)
+        return Named(fault.cause, fault.what, *told, number)
 
 
 @contextlib.contextmanager
