@@ -313,7 +313,7 @@ class Examiner:
         prompt.is_resent = True
 
     def _look(self, worker: Worker, history: _History, prompt: _Awaited) -> None:
-        """Take note of whose events have a prompt, or that nobody's have after so long."""
+        """Take note of whose events have a prompt, or that none has after so long."""
         if prompt.path[-1] not in self._awaited:
             return  # it is settled
         own, others = self._holders(prompt)

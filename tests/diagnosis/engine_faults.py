@@ -262,7 +262,9 @@ def source_never_connected() -> EnginePool:
     pool = pair()
     pool.engines["a"].publishers[0].readers.clear()
     pool.readers[A].publisher = Publisher()
-    pool.before = lambda pool: pool.say(A, StreamStateChanged("engine", StreamState.ABSENT, "")) if pool.sent < 2 else None
+    pool.before = lambda pool: (
+        pool.say(A, StreamStateChanged("engine", StreamState.ABSENT, "")) if pool.sent < 2 else None
+    )
     return pool
 
 

@@ -455,9 +455,7 @@ VERDICTS: list[tuple[str, Callable[[Evidence], Evidence], Cause]] = [
 
 @of_every_record
 @pytest.mark.parametrize(("change", "cause"), [row[1:] for row in VERDICTS], ids=[row[0] for row in VERDICTS])
-def test_the_verdict_is_that_of_the_doctor(
-    name: str, change: Callable[[Evidence], Evidence], cause: Cause
-) -> None:
+def test_the_verdict_is_that_of_the_doctor(name: str, change: Callable[[Evidence], Evidence], cause: Cause) -> None:
     assert examine(change(record(name))).verdict.cause is cause
 
 

@@ -143,13 +143,6 @@ def _forget(server: VllmServer) -> None:
     server._outbox.clear()
 
 
-def _publish(publishes: bool) -> Callable[[VllmServer], None]:
-    def change(server: VllmServer) -> None:
-        server.options = replace(server.options, publishes=publishes)
-
-    return change
-
-
 def _lose(server: VllmServer) -> None:
     first = server.publishers[0].seq
     server.lose = lambda seq: first <= seq < first + 20
@@ -179,7 +172,7 @@ FAULTS = (
           at={30: _lose}),
     Fault(Cause.GAP, "the router misses frames, and no replay fills the gap", at={30: _lose},
           publisher=lambda server: server.publishers[0].endpoint),
-    Fault(Cause.EVENTS_STOPPED, "events stop", at={40: _publish(False)}),
+    Fault(Cause.EVENTS_STOPPED, "events stop", lambda event, sent: [event] if sent < 40 else []),
     Fault(Cause.EVENTS_OFF, "no event comes", options=replace(ROOMY, publishes=False)),
     Fault(Cause.WRONG_ENDPOINT, "events are read at a closed port",
           publisher=lambda server: f"tcp://127.0.0.1:{free_port()}"),

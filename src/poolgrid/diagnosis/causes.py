@@ -20,50 +20,49 @@ class Cause(Diagnosis):
         "reuse-unreported",
         False,
         "the engine does not report how many tokens it reuses, so nothing can be compared",
-        "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report",
+        "vLLM: `--enable-prompt-tokens-details`; SGLang: `--enable-cache-report`",
     )
     EVENTS_UNFIT = (
         "events-unfit",
         True,
         "the worker itself reports what is wrong with the KV events of its engine",
-        "do what the evidence says, and check it with poolgrid engine-check",
+        "do what the evidence says, and check it with `poolgrid engine-check`",
     )
     TRUNCATED = (
         "truncated-prompts",
         True,
         "the engine cuts prompts that the router hashes whole",
-        "raise the engine's context length, or give the worker the real one with --max-seq-len",
+        "raise the engine's context length, or give the worker the real one (`--max-seq-len`)",
     )
     ADDED_TOKENS = (
         "added-tokens",
         True,
         "the engine puts a token before each prompt, so no block of it is the router's",
-        "send prompts without special tokens (add_special_tokens: false), or remove them from the chat template",
+        "send prompts with `add_special_tokens: false`, or remove the token from the chat template",
     )
     TEMPLATE = (
         "template",
         True,
         "each prompt has a constant number of tokens more or less at the engine: another chat template",
-        "give router and engine the same model directory and chat template",
+        "give both the same model directory and chat template, and render one chat with each",
     )
     TOKENIZER = (
         "tokenizer",
         True,
         "the engine makes another number of tokens of prompts: another tokenizer, or a template that differs by message",
-        "give router and engine the same tokenizer files, revision and chat template",
+        "give both the same tokenizer files, revision and chat template; compare `POST /tokenize` of both",
     )
     CACHING_OFF = (
         "caching-off",
         True,
         "the engine computes again what it was sent before, and stores no block: its prefix cache is off",
-        "start vLLM with --enable-prefix-caching, SGLang without --disable-radix-cache, TensorRT-LLM with "
-        "enable_block_reuse",
+        "vLLM: `--enable-prefix-caching`; SGLang: no `--disable-radix-cache`; TensorRT-LLM: `enable_block_reuse`",
     )
     WRONG_ENDPOINT = (
         "wrong-endpoint",
         True,
         "the KV events that are read for the worker are another engine's, or none ever came",
-        "correct the event endpoint and the port of the rank; check it with poolgrid engine-check",
+        "correct `--kv-events-endpoint` (each rank adds its number to the port); check it with `poolgrid engine-check`",
     )
     CROSSED = (
         "crossed-workers",
@@ -87,43 +86,43 @@ class Cause(Diagnosis):
         "gap",
         True,
         "KV events were lost and no replay filled the gap",
-        "configure a replay endpoint that answers, and a larger buffer on the engine",
+        "configure a replay endpoint that answers, larger `buffer_steps` and `hwm` (TensorRT-LLM: `event_buffer_max_size`)",
     )
     RESTART = (
         "restart",
         True,
         "the engine or its worker restarted, and the index does not match its cache yet",
-        "wait for the full resync; if it repeats, find out why the engine restarts",
+        "wait for the resync; if it repeats, find out why the engine restarts",
     )
     SALT = (
         "salt",
         True,
         "only requests with a cache_salt disagree: the engine does not apply the salt, or does not report it",
-        "use an engine version whose events carry extra_keys; do not isolate tenants on this engine until then",
+        "use an engine version whose events carry `extra_keys`; until then do not isolate tenants on it",
     )
     ADAPTER = (
         "adapter",
         True,
         "only requests to a LoRA adapter disagree: the engine names the adapter differently",
-        "use an engine version whose events carry lora_name",
+        "use an engine version whose events carry `lora_name`",
     )
     BLOCK_SIZE = (
         "block-size",
         True,
         "the engine stores blocks of another size than the router hashes",
-        "set --kv-block-size to the size of the engine",
+        "set `--kv-block-size` to the size in the evidence",
     )
     EVENTS_OFF = (
         "events-off",
         True,
         "the worker reuses its cache and has never reported a block",
-        "enable KV events on the engine (vLLM: --kv-events-config; TensorRT-LLM: event_buffer_max_size above 0)",
+        "enable KV events on the engine (vLLM, SGLang: `--kv-events-config`; TensorRT-LLM: `event_buffer_max_size`)",
     )
     EVENTS_STOPPED = (
         "events-stopped",
         True,
         "the worker reported blocks earlier, and no event has stored one since",
-        "restart the engine's event publisher, and check its log for a blocked or dead publisher thread",
+        "look for a dead publisher thread in the engine's log, and restart the engine",
     )
     EVENTS_LATE = (
         "events-late",
@@ -136,7 +135,7 @@ class Cause(Diagnosis):
         True,
         "events arrive, and name none of the prompts that the worker computed; not yet known why: another server's "
         "endpoint, other token ids, or keys that events leave out",
-        "run poolgrid engine-check --url SERVER, which compares events with its own prompts",
+        "run `poolgrid engine-check --url SERVER`, which compares events with its own prompts",
     )
     WINDOW = (
         "window",
@@ -148,7 +147,7 @@ class Cause(Diagnosis):
         "group-hidden",
         True,
         "the engine resumes prompts in steps that its events do not tell: a KV group is hidden",
-        "publish the events of all KV groups (vLLM: kv_cache_spec_kind in events), or use --policy approximate",
+        "use an engine version whose events name all KV groups (`kv_cache_spec_kind`), or `--policy approximate`",
     )
     RECOMPUTED = (
         "recomputed-blocks",
@@ -160,13 +159,13 @@ class Cause(Diagnosis):
         "tier-unannounced",
         True,
         "the worker reuses blocks that it reported as removed: a lower tier holds them and reports nothing",
-        "enable the events of the offloading connector, or count the tier out of --host-cache options",
+        "enable the events of the offloading connector; until then its reuse cannot be planned",
     )
     ASLEEP = (
         "sleeping-engine",
         True,
         "the engine dropped its cache without an event, as sleep and weight updates do",
-        "drain the worker before the engine sleeps, or reset its prefix cache by an API that publishes the event",
+        "`poolgrid drain` the worker before the engine sleeps, or reset its cache by an API that publishes the event",
     )
     FOREIGN = (
         "foreign-traffic",
@@ -178,11 +177,11 @@ class Cause(Diagnosis):
         "reuses-less",
         True,
         "the worker reuses fewer tokens than its events promise; not yet known why",
-        "run poolgrid engine-check --url SERVER --out FILE, and report the file and poolgrid doctor --json",
+        "run `poolgrid engine-check --url SERVER --out FILE`; report the file and `poolgrid doctor --json`",
     )
     REUSES_MORE = (
         "reuses-more",
         True,
         "the worker reuses more tokens than its events promise; not yet known why",
-        "run poolgrid engine-check --url SERVER --out FILE, and report the file and poolgrid doctor --json",
+        "run `poolgrid engine-check --url SERVER --out FILE`; report the file and `poolgrid doctor --json`",
     )

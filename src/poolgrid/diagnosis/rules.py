@@ -1,7 +1,7 @@
 """The verdict on one worker: a table of rules over its evidence; the first that fits names the cause.
 
 1. A rule needs evidence that excludes its neighbours: where blocks were announced, which prompts disagree and how, what
-   the stream and the worker say. What no rule explains is ``REUSES_LESS``, ``REUSES_MORE`` or ``UNMATCHED``: known is
+   stream and worker report. What no rule explains is ``REUSES_LESS``, ``REUSES_MORE`` or ``UNMATCHED``: known is
    how the numbers differ, and where to look.
 2. A router, a recorded journal, a check of an engine server and a test come to the same verdict: everything is a
    function of the evidence.
@@ -225,7 +225,9 @@ class _Figures:
             if min(below, len(self._promised) - below) < needed:
                 return 0
         varies = len({self.due(each) - each.reported_tokens for each in self._promised}) > 1
-        return step if varies and self._always(lambda each: self.due(each) // step * step == each.reported_tokens) else 0
+        return (
+            step if varies and self._always(lambda each: self.due(each) // step * step == each.reported_tokens) else 0
+        )
 
     @cached_property
     def recomputed_tokens(self) -> int:
@@ -422,7 +424,10 @@ _OF_LENGTHS: Final[tuple[_Rule, ...]] = (
     (Cause.TRUNCATED, lambda f: f.are_cut),
     (Cause.ADDED_TOKENS, lambda f: 0 < f.added_tokens <= ADDED_MAX and f.is_most(f.nowhere)),
     # Where prompts begin alike, the end differs.
-    (Cause.TEMPLATE, lambda f: f.added_tokens != 0 and (f.added_tokens not in range(1, ADDED_MAX + 1) or f.is_most(f.own))),
+    (
+        Cause.TEMPLATE,
+        lambda f: f.added_tokens != 0 and (f.added_tokens not in range(1, ADDED_MAX + 1) or f.is_most(f.own)),
+    ),
     (Cause.TOKENIZER, lambda f: f.added_tokens == 0),
     (Cause.UNKNOWN, lambda f: not f.parted),
     (Cause.REUSES_MORE, lambda f: f.is_under),
@@ -535,7 +540,7 @@ def _announced(figures: _Figures) -> str:
     name, count = figures.stranger
     if count:
         words += f", of {count} in those of {name} alone"
-    return f"{words}, of {figures.nowhere} in nobody's" if figures.nowhere else words
+    return f"{words}, of {figures.nowhere} in none" if figures.nowhere else words
 
 
 def _of_cause(figures: _Figures, cause: Cause, parted: Sequence[Observation]) -> list[str]:
@@ -568,5 +573,5 @@ def _of_cause(figures: _Figures, cause: Cause, parted: Sequence[Observation]) ->
         if given.foreign_requests:
             total = given.own_requests + given.foreign_requests
             return [f"{given.foreign_requests:,} of {total:,} started requests were not sent by this router; {words}"]
-        return [f"its engine had requests of others beside {figures.foreign_share:.0%} of its own; {words}"]
+        return [f"its engine had requests of others during {figures.foreign_share:.0%} of its own; {words}"]
     return []

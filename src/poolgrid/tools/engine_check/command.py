@@ -120,7 +120,9 @@ def _show(settings: EngineCheckSettings, evidence: Evidence) -> int:
         cause = found.verdict.cause
         console.print(Text(f"verdict: {cause.value}: {cause.meaning}."))
         if cause.fix:
-            console.print(Text("".join(f"  - {each}\n" for each in found.verdict.evidence) + f"  To change: {cause.fix}."))
+            console.print(
+                Text("".join(f"  - {each}\n" for each in found.verdict.evidence) + f"  To change: {cause.fix}.")
+            )
     return 0 if found.is_usable else 1
 
 

@@ -151,7 +151,9 @@ def _observation(compared: Comparison, paths: Sequence[ExpectedPath], size: int)
 
 
 def _shared(tokens: Sequence[int], other: Sequence[int]) -> int:
-    return next((at for at, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), min(len(tokens), len(other)))
+    return next(
+        (at for at, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), min(len(tokens), len(other))
+    )
 
 
 def _missing(figures: BlockFigures, streams: Mapping[int, RankStream], paths: Sequence[ExpectedPath]) -> list[Finding]:
