@@ -50,8 +50,9 @@ prompt has some sixty."""
 SENT_MAX: Final = 8192
 """Remembered depths of a worker's prompts, some 500 KB; beyond it those that were new first are forgotten."""
 
-CLEARED_FOR: Final = 32
-"""Requests that agree after a worker took back all that it had reported, until that explains nothing."""
+RENEWED_FOR: Final = 32
+"""Requests that agree after a worker registered again, or took back all that it had reported, until that explains
+nothing."""
 
 HISTORIES_MAX: Final = 4096
 """Workers whose requests are kept, gone ones included; beyond it those that are gone are forgotten."""
@@ -76,6 +77,8 @@ class _Awaited(msgspec.Struct, gc=False):
     number: int
     done_ms: int = 0
     """When it was known to be computed; 0 = it is not."""
+    stored_blocks: int = 0
+    """Blocks that the worker's events had stored then."""
     missing_ms: int = 0
     """How long after that nothing had come at the last look; 0 = there was none."""
     is_resent: bool = False
@@ -83,8 +86,8 @@ class _Awaited(msgspec.Struct, gc=False):
 
 
 _Begun = tuple[int, int, list[int], _Awaited | None]
-"""A request's number, and the one below which all had ended when it began; those of the requests that had brought its worker each block at ``MARKS`` before; its prompt, if
-its events are awaited."""
+"""A request's number, and the one below which all had ended when it began; those of the requests that had brought its
+worker each block at ``MARKS`` before; its prompt, if its events are awaited."""
 
 AWAITED_MAX: Final = 4096
 """Prompts of all workers whose events are awaited; beyond it the oldest is not judged."""
@@ -103,7 +106,6 @@ class _History:
         "borrowed",
         "cleared",
         "epoch",
-        "epochs",
         "final",
         "foreign",
         "judged",
@@ -111,11 +113,11 @@ class _History:
         "missing",
         "observations",
         "own",
+        "renewed",
         "running",
         "sampled_ms",
         "sent",
         "steps_fell",
-        "stored_at",
         "unreported",
         "verdict",
     )
@@ -135,10 +137,9 @@ class _History:
         """Numbers of requests that have not ended, in their order."""
         self.sent: dict[int, int] = {}
         """Number of the last request with a block, for blocks at ``MARKS``."""
-        self.stored_at = 0
-        """Blocks that its events had stored when a prompt of its own was announced last."""
         self.epoch = epoch
-        self.epochs = 1
+        self.renewed: int | None = None
+        """Requests that had agreed when it registered again."""
         self.load: LoadReported | None = None
         self.steps_fell = False
         self.agreed = self.own = self.foreign = self.unreported = 0
@@ -260,7 +261,7 @@ class Examiner:
         for _ in range(min(LOOKS, len(history.missing))):
             self._look(worker, history, history.missing.popleft())
         if awaited is not None:
-            awaited.done_ms = self._now_ms
+            awaited.done_ms, awaited.stored_blocks = self._now_ms, worker.stored_blocks
             self._look(worker, history, awaited)
 
     def _begin(self, worker: Worker, history: _History, decision: Decision, path: Sequence[int]) -> _Begun:
@@ -326,27 +327,26 @@ class Examiner:
 
     def _settle(self, worker: Worker, history: _History, prompt: _Awaited, own: bool, others: list[WorkerKey]) -> None:
         del self._awaited[prompt.path[-1]]
-        if own:
-            history.stored_at = worker.stored_blocks
         if prompt.is_resent and (own or others):
             return  # whose they are is not known
         for key in others:
             other = self._projection.fleet.workers.get(key)
             if other is not None:
                 self._history(other).borrowed.append(str(worker.key))
-        found = Announcement(own, tuple(map(str, others)), prompt.missing_ms, prompt.domain, prompt.number)
-        history.announcements.append(found)
+        names = tuple(map(str, others))
+        history.announcements.append(
+            Announcement(own, names, prompt.missing_ms, prompt.domain, prompt.number, prompt.stored_blocks)
+        )
 
     def _holders(self, prompt: _Awaited) -> tuple[bool, list[WorkerKey]]:
         """Return whether a worker's events have a prompt of it, and whose have it without having been sent it."""
         index, block = self._projection.index, prompt.path[-1]
         own, others = False, []
-        for depth, mask in index.holders(prompt.path):
-            if depth < len(prompt.path):
-                break
-            while mask:
-                lowest = mask & -mask
-                mask ^= lowest
+        for depth, mask in index.holders(prompt.path)[:1]:
+            left = mask if depth == len(prompt.path) else 0
+            while left:
+                lowest = left & -left
+                left ^= lowest
                 key = index.worker(lowest.bit_length() - 1)
                 if key == prompt.worker:
                     own = True
@@ -415,19 +415,18 @@ class Examiner:
             reason,
             state is not StreamState.SYNCING and (held > 0 or not is_unheard),
             held,
-            history.epochs,
+            history.renewed is not None and history.agreed - history.renewed < RENEWED_FOR,
             history.steps_fell,
             history.agreed,
             history.own,
             history.foreign,
             self._has_windows(key),
-            history.cleared is not None and history.agreed - history.cleared < CLEARED_FOR,
+            history.cleared is not None and history.agreed - history.cleared < RENEWED_FOR,
             worker.events_fault,
             list(history.announcements),
             len(history.missing),
             dict(Counter(history.borrowed)),
             worker.stored_blocks,
-            max(0, worker.stored_blocks - history.stored_at),
             history.unreported,
         )
 
@@ -439,7 +438,7 @@ class Examiner:
         state = (
             history.own // JUDGED_EVERY,
             history.foreign // JUDGED_EVERY,
-            history.epochs,
+            history.epoch,
             self._projection.trust.stream(key)[0],
             self._projection.fleet.workers[key].events_fault,
         )
@@ -459,7 +458,7 @@ def _note(history: _History, worker: Worker) -> None:
     """Note another life of a worker, or other figures of its engine."""
     if worker.epoch != history.epoch:
         history.epoch = worker.epoch
-        history.epochs += 1
+        history.renewed = history.agreed
         history.load = None
     load = worker.load
     if load is not None and history.load is not None and load.steps < history.load.steps:

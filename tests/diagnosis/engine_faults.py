@@ -13,7 +13,7 @@ from typing import Any
 from poolgrid.diagnosis.causes import Cause
 from poolgrid.wire.events import StreamStateChanged
 from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
-from tests.diagnosis.engine_pool import BLOCK, Edit, Engine, EnginePool, Event, Prompt, Publisher, Traffic
+from tests.diagnosis.engine_pool import Edit, Engine, EnginePool, Event, Prompt, Publisher, Traffic
 from tests.fakes.engine_server.cache import Block, Drafting, PagedCache, Running
 
 A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
@@ -434,7 +434,7 @@ FAULTS = [
     EngineFault("others on the engine", (Cause.FOREIGN,), lambda: others_share(140)),
     EngineFault("frames lost, no replay", (Cause.GAP,), lambda: frames_lost(False), Traffic(requests=120)),
     EngineFault("events stop", (Cause.EVENTS_STOPPED,), lambda: events_from(100, False)),
-    EngineFault("events off", (Cause.EVENTS_OFF,), lambda: events_from(10**9, True)),
+    EngineFault("events off", (Cause.NO_EVENTS,), lambda: events_from(10**9, True)),
     EngineFault("events 5 s late", (Cause.EVENTS_LATE,), lambda: late(5_000)),
     EngineFault("a tier that says nothing", (Cause.TIER,), lambda: alone(cache=OffloadingCache), FEW),
     EngineFault("removals lost", (), lambda: alone(cache=LosingCache), FEW),

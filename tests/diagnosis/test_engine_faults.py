@@ -34,7 +34,7 @@ def test_a_fault_is_named_or_reported_as_not_known_with_a_next_step(fault: Engin
         else:
             assert verdict.cause in (Cause.REUSES_LESS, Cause.REUSES_MORE, Cause.UNMATCHED), verdict
             assert "not yet known why" in verdict.cause.meaning
-            assert "run poolgrid engine-check" in verdict.cause.fix
+            assert "run `poolgrid engine-check" in verdict.cause.fix
 
 
 def test_most_faults_are_named() -> None:

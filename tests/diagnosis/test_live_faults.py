@@ -20,6 +20,7 @@ from tests.e2e.processes import Process, eventually
 from tests.fakes.engine_server.cache import PagedCache, Running
 from tests.fakes.engine_server.threaded import servers_in_thread
 from tests.fakes.engine_server.vllm import Options, VllmServer
+from tests.observability_proof.stack import pause
 from tests.observability_proof.verdicts import conversation
 
 BLOCK = 16
@@ -117,6 +118,6 @@ def verdicts_of(url: str, models: Sequence[str]) -> dict[str, str]:
                 assert answer.status_code == 200, answer.text
                 server_of[answer.headers["x-poolgrid-worker"]] = model
             number += 1
-            time.sleep(0.02 if number < 40 else 0.1)
+            pause(0.02 if number < 40 else 0.1)
     said = CliRunner().invoke(app, ["doctor", "--url", url, "--json"])
     return {server_of[row["worker"]]: row["cause"] for row in json.loads(said.stdout)["data"]}

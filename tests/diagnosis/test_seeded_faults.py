@@ -59,7 +59,7 @@ FAULTS = [
     ),
     (Cause.FOREIGN, Fault("foreign traffic", routers=2, blocks=170)),
     (Cause.EVENTS_STOPPED, Fault("events stopped", edit=without_cache_events(begin=40))),
-    (Cause.EVENTS_OFF, Fault("events off", edit=without_cache_events())),
+    (Cause.NO_EVENTS, Fault("events off", edit=without_cache_events())),
     (Cause.TIER, Fault("tier without events", edit=silent_host_tier, blocks=130, host_blocks=4000)),
 ]
 

@@ -173,7 +173,7 @@ FAULTS = (
     Fault(Cause.GAP, "the router misses frames, and no replay fills the gap", at={30: _lose},
           publisher=lambda server: server.publishers[0].endpoint),
     Fault(Cause.EVENTS_STOPPED, "events stop", lambda event, sent: [event] if sent < 40 else []),
-    Fault(Cause.EVENTS_OFF, "no event comes", options=replace(ROOMY, publishes=False)),
+    Fault(Cause.NO_EVENTS, "no event comes", options=replace(ROOMY, publishes=False)),
     Fault(Cause.WRONG_ENDPOINT, "events are read at a closed port",
           publisher=lambda server: f"tcp://127.0.0.1:{free_port()}"),
     Fault(Cause.EVENTS_UNFIT, "blocks have another size", worker=("--kv-block-size", str(BLOCK * 3 // 2))),

@@ -32,24 +32,24 @@ class Cause(Diagnosis):
         "truncated-prompts",
         True,
         "the engine cuts prompts that the router hashes whole",
-        "raise the engine's context length, or give the worker the real one (`--max-seq-len`)",
+        "raise the engine's context length, or remove `truncate_prompt_tokens` from requests",
     )
     ADDED_TOKENS = (
         "added-tokens",
         True,
-        "the engine puts a token before each prompt, so no block of it is the router's",
-        "send prompts with `add_special_tokens: false`, or remove the token from the chat template",
+        "the engine puts a token before each prompt, or leaves one out, so no block of it is the router's",
+        "let both add the same special tokens (`add_special_tokens`, chat template)",
     )
     TEMPLATE = (
         "template",
         True,
-        "each prompt has a constant number of tokens more or less at the engine: another chat template",
+        "prompts differ by a constant number of tokens at the engine: another chat template or added system prompt",
         "give both the same model directory and chat template, and render one chat with each",
     )
     TOKENIZER = (
         "tokenizer",
         True,
-        "the engine makes another number of tokens of prompts: another tokenizer, or a template that differs by message",
+        "the engine makes another number of tokens of prompts: another tokenizer, or template per message",
         "give both the same tokenizer files, revision and chat template; compare `POST /tokenize` of both",
     )
     CACHING_OFF = (
@@ -86,7 +86,7 @@ class Cause(Diagnosis):
         "gap",
         True,
         "KV events were lost and no replay filled the gap",
-        "configure a replay endpoint that answers, larger `buffer_steps` and `hwm` (TensorRT-LLM: `event_buffer_max_size`)",
+        "configure a replay endpoint that answers, and larger `buffer_steps`; TensorRT-LLM: `event_buffer_max_size`",
     )
     RESTART = (
         "restart",
@@ -112,11 +112,11 @@ class Cause(Diagnosis):
         "the engine stores blocks of another size than the router hashes",
         "set `--kv-block-size` to the size in the evidence",
     )
-    EVENTS_OFF = (
-        "events-off",
+    NO_EVENTS = (
+        "no-events",
         True,
-        "the worker reuses its cache and has never reported a block",
-        "enable KV events on the engine (vLLM, SGLang: `--kv-events-config`; TensorRT-LLM: `event_buffer_max_size`)",
+        "the worker reuses its cache, and no event ever stored a block: events are off, or read at an idle engine",
+        "vLLM, SGLang: `--kv-events-config`; TensorRT-LLM: `event_buffer_max_size`; or correct the endpoint",
     )
     EVENTS_STOPPED = (
         "events-stopped",
@@ -146,7 +146,7 @@ class Cause(Diagnosis):
     GROUP = (
         "group-hidden",
         True,
-        "the engine resumes prompts in steps that its events do not tell: a KV group is hidden",
+        "the engine resumes prompts in larger steps than its events tell, as a hidden KV group or checkpoint makes it",
         "use an engine version whose events name all KV groups (`kv_cache_spec_kind`), or `--policy approximate`",
     )
     RECOMPUTED = (

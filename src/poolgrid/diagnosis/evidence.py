@@ -63,6 +63,8 @@ class Announcement(msgspec.Struct, gc=False):
     domain: str = ""
     number: int = 0
     """Place of its request among the worker's."""
+    stored_blocks: int = 0
+    """Blocks that the worker's events had stored when the prompt was computed."""
 
 
 class WorkerEvidence(msgspec.Struct):
@@ -78,8 +80,8 @@ class WorkerEvidence(msgspec.Struct):
     """Whether its stream has been live at some time."""
     held_blocks: int = 0
     """Blocks that it holds according to the index."""
-    epochs: int = 1
-    """Registrations seen."""
+    is_renewed: bool = False
+    """Whether it registered again, and hardly a request agreed since."""
     steps_fell: bool = False
     """Whether its engine counts its steps from 0 again in one epoch."""
     agreed_requests: int = 0
@@ -101,8 +103,6 @@ class WorkerEvidence(msgspec.Struct):
     """By other workers: of how many of their prompts the blocks came in this worker's events."""
     stored_blocks: int = 0
     """Blocks that its events stored in this epoch."""
-    stored_since: int = 0
-    """Of these, the ones behind the last prompt of its own that was announced."""
     unreported_requests: int = 0
     """Requests that ended without a report of how many tokens were reused."""
     proofs: list[tuple[Cause, str]] = []

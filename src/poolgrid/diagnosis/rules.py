@@ -282,6 +282,11 @@ class _Figures:
         """Whether that is so, often or with a lasting loss."""
         return self.flushes > 1 or (self.flushes == 1 and bool(self.parted))
 
+    @cached_property
+    def stores_nothing(self) -> bool:
+        """Whether no event has stored a block in this epoch."""
+        return not self.given.stored_blocks and not self.given.held_blocks
+
     # -- where blocks are announced --------------------------------------------------------------------------------
 
     @cached_property
@@ -330,15 +335,18 @@ class _Figures:
 
     @cached_property
     def disagrees_both_ways(self) -> bool:
-        over = sum(map(self.is_over, self.all_parted))
-        return min(over, len(self.all_parted) - over) > 1
+        over = [each for each in self.all_parted if self.is_over(each)]
+        # Of what a cache that is too small evicted unannounced, the oldest is lost.
+        young = sum(each.lost_since != NEVER and each.number - each.lost_since <= self._reused_age for each in over)
+        return min(young, len(self.all_parted) - len(over)) > 1
 
     @cached_property
     def has_stopped(self) -> bool:
         """Whether nothing was stored since a prompt was announced, and further prompts were not."""
         last = self.judged[-self.given.needed :]
-        is_silent = len(last) == self.given.needed and not any(each.own or each.others for each in last)
-        return is_silent and self.given.stored_blocks > 0 and not self.given.stored_since
+        is_silent = 1 < len(last) == self.given.needed and not any(each.own or each.others for each in last)
+        # What earlier prompts stored may come behind the first of these.
+        return is_silent and 0 < self.given.stored_blocks == last[1].stored_blocks
 
     @cached_property
     def late(self) -> int:
@@ -422,11 +430,11 @@ _Rule = tuple[Cause, Callable[[_Figures], bool]]
 
 _OF_LENGTHS: Final[tuple[_Rule, ...]] = (
     (Cause.TRUNCATED, lambda f: f.are_cut),
-    (Cause.ADDED_TOKENS, lambda f: 0 < f.added_tokens <= ADDED_MAX and f.is_most(f.nowhere)),
+    (Cause.ADDED_TOKENS, lambda f: 0 < abs(f.added_tokens) <= ADDED_MAX and f.is_most(f.nowhere)),
     # Where prompts begin alike, the end differs.
     (
         Cause.TEMPLATE,
-        lambda f: f.added_tokens != 0 and (f.added_tokens not in range(1, ADDED_MAX + 1) or f.is_most(f.own)),
+        lambda f: abs(f.added_tokens) > ADDED_MAX or (f.added_tokens != 0 and f.is_most(f.own)),
     ),
     (Cause.TOKENIZER, lambda f: f.added_tokens == 0),
     (Cause.UNKNOWN, lambda f: not f.parted),
@@ -438,7 +446,7 @@ _OF_LENGTHS: Final[tuple[_Rule, ...]] = (
 _WITHOUT_FAULT: Final[tuple[_Rule, ...]] = (
     (Cause.SAME_ENGINE, lambda f: bool(f.twin)),
     (Cause.SHARED_URL, lambda f: f.is_scattered and (f.stranger[1] > 1 or f.disagrees_both_ways)),
-    (Cause.CACHING_OFF, lambda f: f.never_reuses and not f.given.stored_blocks and not f.given.held_blocks),
+    (Cause.CACHING_OFF, lambda f: f.never_reuses and f.stores_nothing),
     (Cause.FOREIGN, lambda f: f.is_crowded),
     (Cause.WINDOW, lambda f: f.resume_step > 0 and f.given.has_windows),
     (Cause.GROUP, lambda f: f.resume_step > 0),
@@ -456,17 +464,16 @@ _OF_REUSE: Final[tuple[_Rule, ...]] = (
     (Cause.CROSSED, lambda f: f.is_most(f.stranger[1])),
     (Cause.WRONG_ENDPOINT, lambda f: not f.given.was_live or (f.is_most(f.nowhere) and bool(f.lender))),
     (Cause.GAP, lambda f: f.given.stream in ("stale", "replaying")),
-    (Cause.EVENTS_OFF, lambda f: f.is_under and not f.given.stored_blocks and not f.given.held_blocks
-        and f.reuses_for_ms >= QUIET_MS),
+    (Cause.NO_EVENTS, lambda f: f.is_under and f.stores_nothing and f.reuses_for_ms >= QUIET_MS),
     # A worker takes back all that it reported when it has lost events; an engine that cleared its cache reuses nothing.
     (Cause.GAP, lambda f: f.given.was_cleared and f.is_under),
-    (Cause.RESTART, lambda f: f.given.steps_fell or (f.given.epochs > 1 and f.is_under and not f.is_most(f.nowhere))),
+    (Cause.RESTART, lambda f: f.given.is_renewed and f.is_under and not f.is_most(f.nowhere)),
     (Cause.SALT, lambda f: f.only_in("salt")),
     (Cause.ADAPTER, lambda f: f.only_in("adapter")),
-    (Cause.EVENTS_LATE, lambda f: f.are_late),
+    (Cause.EVENTS_LATE, lambda f: f.is_under and f.are_late),
     (Cause.EVENTS_STOPPED, lambda f: f.is_under and f.has_stopped),
     (Cause.BLOCK_SIZE, lambda f: f.is_under and f.is_most(f.nowhere) and f.shows_block_size),
-    (Cause.UNMATCHED, lambda f: f.is_under and f.is_most(f.nowhere) and f.given.stored_blocks + f.given.held_blocks > 0),
+    (Cause.UNMATCHED, lambda f: f.is_under and f.is_most(f.nowhere) and not f.stores_nothing),
     (Cause.TIER, lambda f: f.is_under and f.are_announced and f.never_over and f.is_older),
     (Cause.REUSES_MORE, lambda f: f.is_under),
     (Cause.REUSES_LESS, lambda f: True),

@@ -36,7 +36,7 @@ class Kind(Enum):
     area: str
     cause: Cause | None
 
-    EVENTS_OFF = ("events off", "publishers", Cause.EVENTS_OFF)
+    EVENTS_OFF = ("events off", "publishers", Cause.NO_EVENTS)
     PUBLISHER_CONNECTS = ("publisher connects", "publishers", Cause.WRONG_ENDPOINT)
     ENDPOINT_REFUSED = ("endpoint refused", "publishers", Cause.WRONG_ENDPOINT)
     NO_PUBLISHER = ("no publisher", "publishers", Cause.WRONG_ENDPOINT)
