@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from poolgrid.diagnosis.causes import Cause
 from poolgrid.diagnosis.rules import ReuseVerdict
 from poolgrid.kv_events.follower import END_OF_REPLAY, AskReplay, Leave, NewLife, PubEffect, PubFollower, SourceState
 from poolgrid.router.core.decision import Decision, DecisionLog
@@ -232,7 +233,7 @@ class EnginePool:
         self.readers: dict[WorkerKey, Reader] = {}
         self.before: Callable[[EnginePool], None] = lambda pool: None
         """What happens before each request."""
-        self.alarms: set[tuple[str, str]] = set()
+        self.alarms: set[tuple[str, Cause]] = set()
         """Faults that a verdict named at any look, and of whom."""
 
     def put(self, name: str, engine: Engine) -> Engine:
@@ -305,7 +306,7 @@ class EnginePool:
         return {each.worker: each for each in self.examiner.verdicts()}
 
     def look(self) -> None:
-        self.alarms |= {(each.worker, each.cause.value) for each in self.examiner.verdicts() if each.cause.is_fault}
+        self.alarms |= {(each.worker, each.cause) for each in self.examiner.verdicts() if each.cause.is_fault}
 
     def _serve(self, wave: Sequence[tuple[Talk, Prompt]]) -> None:
         running = []

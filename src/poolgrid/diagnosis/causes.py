@@ -67,7 +67,7 @@ class Cause(Diagnosis):
     CROSSED = (
         "crossed-workers",
         True,
-        "prompts of the worker come in the events of another one: URLs, ranks or event ports are swapped",
+        "prompts of the worker come in the events of another one: its URL, rank or event port is that one's",
         "compare the server URL, the rank and the event port of both workers: rank n adds n to the port",
     )
     SHARED_URL = (

@@ -65,6 +65,9 @@ REPEATS: Final = 2
 QUIET_MS: Final = 6_000
 """How long a worker must have reused its cache before it counts that no event came: events may be late."""
 
+UNEVEN: Final = 3
+"""Different numbers of tokens by which prompts differ, from which it is no number of added tokens."""
+
 ADDED_MAX: Final = 2
 """Special tokens that a tokenizer puts before a prompt; a template that begins differently has more."""
 
@@ -129,6 +132,11 @@ class _Figures:
         lengths = Counter(each.reported_isl for each in self.lengths_differ)
         longest = max(each.reported_isl or 0 for each in self.given.observations)
         return len(lengths) == 1 and longest in lengths and all(each.isl > longest for each in self.lengths_differ)
+
+    @cached_property
+    def are_lengths_uneven(self) -> bool:
+        """Whether prompts differ by several numbers of tokens."""
+        return len({(each.reported_isl or 0) - each.isl for each in self.lengths_differ}) >= UNEVEN
 
     @cached_property
     def added_tokens(self) -> int:
@@ -360,7 +368,7 @@ class _Figures:
     def are_announced(self) -> bool:
         """Whether all that the worker computes comes in its own events, and soon."""
         soon = sum(each.own and each.delay_ms < SOON_MS for each in self.judged)
-        return self.is_most(soon) and not self.late and self.given.missing_prompts < self.given.needed
+        return self.is_most(soon) and not self.late and self.given.missing_prompts <= 1
 
     @cached_property
     def reuses_for_ms(self) -> int:
@@ -409,6 +417,7 @@ class _Figures:
             for each in last
             if each.reported_tokens - each.chosen_tokens > self.given.block_size
             and NEVER < each.reused_since < each.settled
+            and self.was_sent(each)
         ]
         tokens = sum(each.reported_tokens - each.chosen_tokens for each in returned)
         return (
@@ -417,13 +426,22 @@ class _Figures:
             and self.are_announced
             and self.given.stream == "live"
             and self.never_over
+            and self.were_announced(returned)
         )
 
     @cached_property
     def is_older(self) -> bool:
         """Whether all that was reused beyond the promise is what the worker was sent before."""
-        size = self.given.block_size
-        return all(each.sent_tokens + size >= each.reported_tokens // 5 * 4 for each in self.parted)
+        return all(map(self.was_sent, self.parted)) and self.were_announced(self.parted)
+
+    def was_sent(self, each: Observation) -> bool:
+        """Return whether the worker was sent before what it reused, as far as prompts are remembered."""
+        return each.sent_tokens + self.given.block_size >= each.reported_tokens // 5 * 4
+
+    def were_announced(self, observations: Sequence[Observation]) -> bool:
+        """Return whether the events of requests that brought what was reused are known to have come."""
+        known = {each.number for each in self.given.announcements if each.own}
+        return sum(each.reused_since in known for each in observations) >= self.given.needed
 
 
 _Rule = tuple[Cause, Callable[[_Figures], bool]]
@@ -436,8 +454,9 @@ _OF_LENGTHS: Final[tuple[_Rule, ...]] = (
         Cause.TEMPLATE,
         lambda f: abs(f.added_tokens) > ADDED_MAX or (f.added_tokens != 0 and f.is_most(f.own)),
     ),
-    (Cause.TOKENIZER, lambda f: f.added_tokens == 0),
-    (Cause.UNKNOWN, lambda f: not f.parted),
+    (Cause.TOKENIZER, lambda f: f.are_lengths_uneven),
+    (Cause.UNKNOWN, lambda f: len(f.warm) < f.given.needed),
+    (Cause.AGREES, lambda f: not f.parted),
     (Cause.REUSES_MORE, lambda f: f.is_under),
     (Cause.REUSES_LESS, lambda f: True),
 )

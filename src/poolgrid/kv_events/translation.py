@@ -83,6 +83,8 @@ class EngineTranslator:
         self.ignored_blocks = 0
         self.other_block_size = 0
         """Tokens in a block of the last stored event whose blocks are no multiple of the index's; 0 = none had."""
+        self.orphan_stores = 0
+        """Stored events whose parent no event has stored."""
         self.cut_stores = 0
         """Stored events without the tokens of more than a last block."""
         self.has_unknown_groups = False
@@ -256,6 +258,7 @@ class EngineTranslator:
                 seed = self._seeds.get(parent)
             parent = self._known.get(parent)
             is_unfit = parent is None
+            self.orphan_stores += is_unfit
         elif not is_unfit and whole and seed is None and self._root_seed is not None:
             seed = self._root_seed(event.token_bytes[: TOKEN_BYTES * self._block_size])
             is_unfit = seed is None
