@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Final
 
 import msgspec
@@ -33,7 +34,7 @@ from poolgrid.wire.identifiers import StreamState, WorkerKey
 NOWHERE_AFTER_MS: Final = 6_000
 """When a prompt that was computed, and of which no event came, counts as never announced: its events may be late."""
 
-SAMPLE_MS: Final = 20
+SAMPLE_MS: Final = 50
 """Least time between two prompts of a worker whose events are awaited."""
 
 MISSING_MAX: Final = 32
@@ -43,9 +44,12 @@ sooner would count for more."""
 LOOKS: Final = 2
 """Missing prompts of a worker that are looked for at each of its requests, a few microseconds each."""
 
-MARKS: Final = (*range(1, 16), *(step << octave for octave in range(2, 15) for step in (4, 5, 6, 7)))
-"""Depths in blocks at which prompts are remembered: each up to 15, then four for each doubling, so that the longest
+MARKS: Final = (*range(1, 8), *(step << octave for octave in range(1, 15) for step in (4, 5, 6, 7)))
+"""Depths in blocks at which prompts are remembered: each up to 8, then four for each doubling, so that the longest
 prompt has some sixty."""
+
+AT_MARKS: Final = tuple(itemgetter(*(depth - 1 for depth in MARKS[:count])) for count in range(2, len(MARKS) + 1))
+"""By the number of marks within a path, from two on: what returns its blocks there, in one call."""
 
 SENT_MAX: Final = 8192
 """Remembered depths of a worker's prompts, some 500 KB; beyond it those that were new first are forgotten."""
@@ -269,14 +273,12 @@ class Examiner:
         self._now_ms = max(self._now_ms, decision.time_ms)
         sent, number, length, awaited = history.sent, history.own, len(path), self._awaited
         settled = next(iter(history.running.values()), number)
-        brought = []
-        for depth in MARKS:
-            if depth > length:
-                break
-            block = path[depth - 1]
-            brought.append(sent.get(block, NEVER))
-            sent[block] = number
-            if block in awaited:
+        marks = bisect_right(MARKS, length)
+        blocks = AT_MARKS[marks - 2](path) if marks > 1 else path[:marks]
+        brought = [sent.get(block, NEVER) for block in blocks]
+        sent.update(dict.fromkeys(blocks, number))
+        if not awaited.keys().isdisjoint(blocks):
+            for block in awaited.keys() & set(blocks):
                 self._bring_again(awaited[block])
         while len(sent) > SENT_MAX:
             del sent[next(iter(sent))]
