@@ -175,6 +175,14 @@ def two_behind_one_url(both_streams: bool) -> EnginePool:
     return pool
 
 
+def hidden_for_some() -> EnginePool:
+    """A balancer keeps each conversation at one of two engines, of which one is followed."""
+    pool = EnginePool(("a",))
+    first, second = pool.put("a", Engine()), Engine()
+    pool.places[A] = lambda prompt: ((first, second)[sum(prompt.tokens[70:86]) % 2], 0)
+    return pool
+
+
 def ranks() -> tuple[EnginePool, Engine]:
     pool = EnginePool(RANKS)
     return pool, pool.put("a", Engine(2))
@@ -366,6 +374,12 @@ def with_fewer_tokens(event: Event, sent: int) -> list[Event]:
     return [{**event, "token_ids": event["token_ids"][:8]}] if "token_ids" in event else [event]
 
 
+def every_fifth_dropped() -> Edit:
+    """A relay loses events and numbers its frames itself."""
+    stores = iter(range(1_000_000))
+    return lambda event, sent: [] if event["type"] == "BlockStored" and next(stores) % 5 == 0 else [event]
+
+
 def with_other_tokens(event: Event, sent: int) -> list[Event]:
     """The engine hashes other ids than those in its events."""
     return [{**event, "token_ids": [token ^ 1 for token in event["token_ids"]]}] if "token_ids" in event else [event]
@@ -421,6 +435,9 @@ FAULTS = [
     EngineFault("salts of all ignored", (), lambda: salts(False, True), ALL_SALTED),
     EngineFault("adapter by its number", (Cause.ADAPTER,), lambda: with_edit(by_number), SOME_ADAPTED),
     EngineFault("token lists shortened", (Cause.EVENTS_UNFIT,), lambda: with_edit(with_fewer_tokens), LONG),
+    EngineFault("every fifth store dropped", (Cause.EVENTS_UNFIT,), lambda: with_edit(every_fifth_dropped())),
+    EngineFault("BOS before some prompts", (), lambda: prompts(lambda each: [1][each.number % 2 :] + each.tokens)),
+    EngineFault("some conversations at a hidden engine", (), hidden_for_some),
     EngineFault("parents stripped", (), lambda: with_edit(without("parent_block_hash"))),
     EngineFault("other tokens in events", (), lambda: with_edit(with_other_tokens)),
     EngineFault("a layer of unknown kind", (Cause.EVENTS_UNFIT,), lambda: with_edit(with_unknown_kind)),
