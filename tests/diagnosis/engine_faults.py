@@ -408,8 +408,8 @@ def right_cut(prompt: Prompt) -> list[int]:
 SOME_SALTED = Traffic(salts=lambda slot: "tenant" if slot % 2 else "")
 ALL_SALTED = Traffic(salts=lambda slot: f"tenant-{slot}")
 SOME_ADAPTED = Traffic(loras=lambda slot: "tuned" if slot % 2 else "")
-FEW = Traffic(clients=2)
-LONG = Traffic(requests=300)
+FEW = Traffic(requests=200, clients=2)
+LONG = Traffic(requests=200)
 
 FAULTS = [
     EngineFault("events of a neighbour", (Cause.WRONG_ENDPOINT,), stream_of_a_neighbour),
@@ -422,7 +422,7 @@ FAULTS = [
     EngineFault("ports of numbered ranks swapped", (Cause.EVENTS_UNFIT,), numbered_swapped_ports, workers=("a", "a/1")),
     EngineFault("URLs swapped", (Cause.CROSSED,), swapped_urls, workers=("a", "b")),
     EngineFault("rank header lost", (Cause.SHARED_URL,), rank_header_lost, workers=("a", "a/1")),
-    EngineFault("two engines, one stream", (Cause.SHARED_URL,), lambda: two_behind_one_url(False)),
+    EngineFault("two engines, one stream", (Cause.SHARED_URL,), lambda: two_behind_one_url(False), LONG),
     EngineFault("two engines, both streams", (Cause.SHARED_URL,), lambda: two_behind_one_url(True), workers=("a", "b")),
     EngineFault("one engine, two names", (Cause.SAME_ENGINE,), one_engine_twice, workers=("a", "b")),
     EngineFault("BOS before prompts", (Cause.ADDED_TOKENS,), lambda: prompts(lambda each: [1, *each.tokens])),
@@ -446,13 +446,13 @@ FAULTS = [
     EngineFault("reuse in steps of 96", (Cause.GROUP,), lambda: pair(cache=StepCache)),
     EngineFault("reuse in steps of 256", (Cause.GROUP,), lambda: pair(cache=LongStepCache), LONG),
     EngineFault("four last blocks again", (Cause.RECOMPUTED,), lambda: pair(cache=DraftCache)),
-    EngineFault("cache dropped every 50 requests", (Cause.ASLEEP,), lambda: flushed(50)),
-    EngineFault("cache dropped every 90 requests", (Cause.ASLEEP,), lambda: flushed(90)),
+    EngineFault("cache dropped every 50 requests", (Cause.ASLEEP,), lambda: flushed(50), LONG),
+    EngineFault("cache dropped every 90 requests", (Cause.ASLEEP,), lambda: flushed(90), LONG),
     EngineFault("others on the engine", (Cause.FOREIGN,), lambda: others_share(140)),
     EngineFault("frames lost, no replay", (Cause.GAP,), lambda: frames_lost(False), Traffic(requests=120)),
-    EngineFault("events stop", (Cause.EVENTS_STOPPED,), lambda: events_from(100, False)),
+    EngineFault("events stop", (Cause.EVENTS_STOPPED,), lambda: events_from(100, False), LONG),
     EngineFault("events off", (Cause.NO_EVENTS,), lambda: events_from(10**9, True)),
-    EngineFault("events 5 s late", (Cause.EVENTS_LATE,), lambda: late(5_000)),
+    EngineFault("events 5 s late", (Cause.EVENTS_LATE,), lambda: late(5_000), LONG),
     EngineFault("a tier that says nothing", (Cause.TIER,), lambda: alone(cache=OffloadingCache), FEW),
     EngineFault("removals lost", (), lambda: alone(cache=LosingCache), FEW),
     EngineFault("reuse not reported", (Cause.UNREPORTED,), lambda: reports(lambda cached: None)),

@@ -200,7 +200,7 @@ class Traffic:
     """Conversations that grow, fork and end; a few at a time."""
 
     seed: int = 1
-    requests: int = 200
+    requests: int = 140
     clients: int = 4
     gap_ms: float = 250.0
     """Between two requests."""

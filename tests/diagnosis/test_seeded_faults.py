@@ -6,7 +6,6 @@ import pytest
 
 from poolgrid.diagnosis.causes import Cause
 from poolgrid.tools.bench.trace import read_trace
-from poolgrid.wire.events import RequestStarted
 from tests.diagnosis.faulty_pool import (
     Fault,
     FaultyPool,
@@ -15,7 +14,6 @@ from tests.diagnosis.faulty_pool import (
     conversations,
     lost_frames,
     mangled,
-    other_names,
     silent_host_tier,
     starts,
     steps_from_zero,
@@ -25,43 +23,17 @@ from tests.diagnosis.faulty_pool import (
 )
 from tests.simulation.builders import CONVERSATION
 
-CONTEXT = 3000
-
-
-def at_checkpoints(start: RequestStarted) -> dict[str, int]:
-    """A state model resumes at its checkpoints only."""
-    return {"cached_tokens": start.cached_tokens // 2048 * 2048}
-
-
-def cut(start: RequestStarted) -> dict[str, int]:
-    return {"isl": min(CONTEXT, start.isl), "cached_tokens": min(CONTEXT, start.cached_tokens)}
-
-
 FAULTS = [
     (Cause.BLOCK_SIZE, Fault("wrong block size", engine_block=128)),
-    (Cause.SALT, Fault("salt ignored", domain=lambda number: "salt" if number % 8 in (3, 4, 5) else "")),
-    (Cause.UNMATCHED, Fault("other hash", edit=other_names)),
-    (Cause.GROUP, Fault("group hidden", edit=starts(at_checkpoints))),
     (Cause.WINDOW, Fault("window wrong", edit=with_wrong_window)),
-    (Cause.ASLEEP, Fault("sleeping engine", forget_at=50)),
     (Cause.RESTART, Fault("engine restarted", edit=steps_from_zero, forget_at=50)),
     (Cause.GAP, Fault("gap with replay off", edit=lost_frames)),
     (Cause.GAP, Fault("gap cleared by the worker", edit=cleared_frames)),
     (Cause.TOKENIZER, Fault("tokenizer", edit=starts(lambda each: {"isl": each.isl * 21 // 20}), engine_path=mangled)),
-    (Cause.TEMPLATE, Fault("template", edit=starts(lambda each: {"isl": each.isl + 12}), engine_path=mangled)),
-    (
-        Cause.TRUNCATED,
-        Fault(
-            "truncated prompts",
-            edit=starts(cut),
-            engine_path=lambda request: mangled(request) if request.isl > CONTEXT else request.path,
-        ),
-    ),
     (Cause.FOREIGN, Fault("foreign traffic", routers=2, blocks=170)),
-    (Cause.EVENTS_STOPPED, Fault("events stopped", edit=without_cache_events(begin=40))),
-    (Cause.NO_EVENTS, Fault("events off", edit=without_cache_events())),
     (Cause.TIER, Fault("tier without events", edit=silent_host_tier, blocks=130, host_blocks=4000)),
 ]
+"""What engines in one process (``engine_faults``) do not have, or workers that report requests at their start."""
 
 
 @pytest.mark.parametrize(("cause", "fault"), FAULTS, ids=[fault.name for _, fault in FAULTS])

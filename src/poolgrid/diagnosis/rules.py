@@ -41,6 +41,10 @@ MOST: Final = 0.8
 SOME: Final = 0.1
 """Share of prompts that were announced in one way which is more than chance."""
 
+AWAY_PER_NEEDED: Final = 3
+"""Times ``needed``: prompts that must be announced by another worker. Of two engines in turn that happens once in 4,096
+times."""
+
 FOREIGN_ABOVE: Final = 0.25
 """Share of other clients' requests on a worker, and of tokens lost to eviction, from which they explain the loss."""
 
@@ -319,6 +323,12 @@ class _Figures:
         return names.most_common(1)[0] if names else ("", 0)
 
     @cached_property
+    def is_away(self) -> bool:
+        """Whether another worker's events have the prompts: too many for the chance of a balancer."""
+        enough = len(self.judged) >= AWAY_PER_NEEDED * self.given.needed
+        return enough and self.is_most(self.stranger[1]) and self.own <= SOME * len(self.judged)
+
+    @cached_property
     def twin(self) -> str:
         """Return the worker whose events have all of this one's prompts too, and the other way round; empty = none."""
         names = Counter(name for each in self.judged if each.own for name in each.others)
@@ -480,7 +490,7 @@ _WITHOUT_FAULT: Final[tuple[_Rule, ...]] = (
 """What shows however few tokens are in dispute, and the verdicts without any."""
 
 _OF_REUSE: Final[tuple[_Rule, ...]] = (
-    (Cause.CROSSED, lambda f: f.is_most(f.stranger[1])),
+    (Cause.CROSSED, lambda f: f.is_away),
     (Cause.WRONG_ENDPOINT, lambda f: not f.given.was_live or (f.is_most(f.nowhere) and bool(f.lender))),
     (Cause.GAP, lambda f: f.given.stream in ("stale", "replaying")),
     (Cause.NO_EVENTS, lambda f: f.is_under and f.stores_nothing and f.reuses_for_ms >= QUIET_MS),
