@@ -121,6 +121,7 @@ class _History:
         "running",
         "sampled_ms",
         "sent",
+        "silent_ms",
         "steps_fell",
         "unreported",
         "verdict",
@@ -130,6 +131,8 @@ class _History:
         self.observations: deque[Observation] = deque(maxlen=WINDOW)
         self.missing: deque[_Awaited] = deque()
         """Prompts of which nothing had come when they were computed."""
+        self.silent_ms: int | None = None
+        """When it first reused its cache although no event had stored a block in this epoch."""
         self.sampled_ms = 0
         """When a prompt was awaited last."""
         self.announcements: deque[Announcement] = deque(maxlen=WINDOW)
@@ -261,6 +264,10 @@ class Examiner:
         )
         if promised_tokens and reported_tokens and abs(promised_tokens - reported_tokens) <= block_size:
             history.agreed += 1
+        if worker.stored_blocks:
+            history.silent_ms = None
+        elif reported_tokens and history.silent_ms is None:
+            history.silent_ms = self._now_ms
         history.observations.append(observation)
         for _ in range(min(LOOKS, len(history.missing))):
             self._look(worker, history, history.missing.popleft())
@@ -429,6 +436,7 @@ class Examiner:
             len(history.missing),
             dict(Counter(history.borrowed)),
             worker.stored_blocks,
+            0 if history.silent_ms is None else self._now_ms - history.silent_ms,
             history.unreported,
         )
 

@@ -410,6 +410,7 @@ ALL_SALTED = Traffic(salts=lambda slot: f"tenant-{slot}")
 SOME_ADAPTED = Traffic(loras=lambda slot: "tuned" if slot % 2 else "")
 FEW = Traffic(requests=200, clients=2)
 LONG = Traffic(requests=200)
+BUSY = Traffic(requests=640, gap_ms=10.0)
 
 FAULTS = [
     EngineFault("events of a neighbour", (Cause.WRONG_ENDPOINT,), stream_of_a_neighbour),
@@ -452,6 +453,7 @@ FAULTS = [
     EngineFault("frames lost, no replay", (Cause.GAP,), lambda: frames_lost(False), Traffic(requests=120)),
     EngineFault("events stop", (Cause.EVENTS_STOPPED,), lambda: events_from(100, False), LONG),
     EngineFault("events off", (Cause.NO_EVENTS,), lambda: events_from(10**9, True)),
+    EngineFault("events off, of a busy worker", (Cause.NO_EVENTS,), lambda: events_from(10**9, True), BUSY),
     EngineFault("events 5 s late", (Cause.EVENTS_LATE,), lambda: late(5_000), LONG),
     EngineFault("a tier that says nothing", (Cause.TIER,), lambda: alone(cache=OffloadingCache), FEW),
     EngineFault("removals lost", (), lambda: alone(cache=LosingCache), FEW),

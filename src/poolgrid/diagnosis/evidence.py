@@ -103,6 +103,8 @@ class WorkerEvidence(msgspec.Struct):
     """By other workers: of how many of their prompts the blocks came in this worker's events."""
     stored_blocks: int = 0
     """Blocks that its events stored in this epoch."""
+    silent_ms: int = 0
+    """For how long it has reused its cache while no event had stored a block."""
     unreported_requests: int = 0
     """Requests that ended without a report of how many tokens were reused."""
     proofs: list[tuple[Cause, str]] = []

@@ -380,12 +380,6 @@ class _Figures:
         soon = sum(each.own and each.delay_ms < SOON_MS for each in self.judged)
         return self.is_most(soon) and not self.late and self.given.missing_prompts <= 1
 
-    @cached_property
-    def reuses_for_ms(self) -> int:
-        """Return for how long the worker reuses what its events do not have."""
-        under = [each.time_ms for each in self.all_parted if not self.is_over(each)]
-        return max(under) - min(under) if under else 0
-
     # -- traffic ---------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -493,7 +487,7 @@ _OF_REUSE: Final[tuple[_Rule, ...]] = (
     (Cause.CROSSED, lambda f: f.is_away),
     (Cause.WRONG_ENDPOINT, lambda f: not f.given.was_live or (f.is_most(f.nowhere) and bool(f.lender))),
     (Cause.GAP, lambda f: f.given.stream in ("stale", "replaying")),
-    (Cause.NO_EVENTS, lambda f: f.is_under and f.stores_nothing and f.reuses_for_ms >= QUIET_MS),
+    (Cause.NO_EVENTS, lambda f: f.is_under and f.stores_nothing and f.given.silent_ms >= QUIET_MS),
     # A worker takes back all that it reported when it has lost events; an engine that cleared its cache reuses nothing.
     (Cause.GAP, lambda f: f.given.was_cleared and f.is_under),
     (Cause.RESTART, lambda f: f.given.is_renewed and f.is_under and not f.is_most(f.nowhere)),
