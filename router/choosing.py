@@ -34,7 +34,6 @@ from poolgrid.kernel.decision.stage_plan import (
 )
 from poolgrid.kernel.requests.inference import InferenceRequest
 from poolgrid.kernel.requests.legs import LegPlan
-from poolgrid.kernel.routing.engine_backlog import ENOUGH_TO_COMPUTE, waits_too_long, with_enough
 from poolgrid.kernel.routing.inputs import TurnOffered, WorkerWanted
 from poolgrid.kernel.routing.router_state import RouterState
 from poolgrid.kernel.routing.selector import PROMPT_STAGES, NoWorker, Planner, PolicyFailed
@@ -42,6 +41,7 @@ from poolgrid.kernel.wire.hashing import TOKEN_BYTES
 from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerKey
 from poolgrid.kernel.wire.tasks import stage_of
 from poolgrid.server.process.clock import Clock
+from poolgrid.server.router.engine_backlog import ENOUGH_TO_COMPUTE, waits_too_long, with_enough
 from poolgrid.server.router.fleet_links import FleetLinks
 from poolgrid.server.router.placement import LocalRequest, Placement, PlacementFailure
 from poolgrid.server.router.session_naming import SessionNaming
