@@ -6,9 +6,13 @@ of a start in the order of the worker's events, when the index stands where the 
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Final
+
+import msgspec
 
 from poolgrid.kernel.decision.decision import Decision
 from poolgrid.kernel.projection.fleet import Worker
@@ -16,24 +20,43 @@ from poolgrid.kernel.projection.projection import Projection, Promise
 from poolgrid.kernel.routing.selector import PROMPT_STAGES
 from poolgrid.kernel.wire.events import LoadReported, RequestStarted
 from poolgrid.kernel.wire.identifiers import StreamState, WorkerKey
-from poolgrid.server.diagnosis.rules import (
+from poolgrid.server.diagnosis.evidence import (
+    NEVER,
     WINDOW,
+    Announcement,
     Observation,
-    ReuseVerdict,
     UncachedSplit,
     WorkerEvidence,
-    diagnose,
     split_uncached,
 )
+from poolgrid.server.diagnosis.rules import ReuseVerdict, diagnose
 
-HEAD_BLOCKS: Final = 32
-"""Leading blocks of a prompt that are looked up later: enough to see whether its blocks were announced."""
+NOWHERE_AFTER_MS: Final = 6_000
+"""When a prompt that was computed, and of which no event came, counts as never announced: its events may be late."""
 
-ANNOUNCED_AFTER_MS: Final = 500
-"""Events of a prompt are with the router by then; they take milliseconds (benchmarks, event plane)."""
+SAMPLE_MS: Final = 50
+"""Least time between two prompts of a worker whose events are awaited."""
 
-LEAST_HEADS: Final = 8
-"""Prompts in a burst after which the oldest is looked up although it is young."""
+MISSING_MAX: Final = 32
+"""Prompts of a worker of which nothing came yet. With so many no other is awaited before they are judged: what comes
+sooner would count for more."""
+
+LOOKS: Final = 2
+"""Missing prompts of a worker that are looked for at each of its requests, a few microseconds each."""
+
+MARKS: Final = (*range(1, 8), *(step << octave for octave in range(1, 15) for step in (4, 5, 6, 7)))
+"""Depths in blocks at which prompts are remembered: each up to 8, then four for each doubling, so that the longest
+prompt has some sixty."""
+
+AT_MARKS: Final = tuple(itemgetter(*(depth - 1 for depth in MARKS[:count])) for count in range(2, len(MARKS) + 1))
+"""By the number of marks within a path, from two on: what returns its blocks there, in one call."""
+
+SENT_MAX: Final = 8192
+"""Remembered depths of a worker's prompts, some 500 KB; beyond it those that were new first are forgotten."""
+
+RENEWED_FOR: Final = 32
+"""Requests that agree after a worker registered again, or took back all that it had reported, until that explains
+nothing."""
 
 HISTORIES_MAX: Final = 4096
 """Workers whose requests are kept, gone ones included; beyond it those that are gone are forgotten."""
@@ -48,36 +71,87 @@ OnReuse = Callable[[Decision, int], None]
 """Takes how many tokens of a decision's prompt its worker reused, as reported."""
 
 
+class _Awaited(msgspec.Struct, gc=False):
+    """A prompt with a block that the pool neither held nor had been sent, whose events are awaited."""
+
+    worker: WorkerKey
+    path: Sequence[int]
+    """Up to that block."""
+    domain: str
+    number: int
+    done_ms: int = 0
+    """When it was known to be computed; 0 = it is not."""
+    stored_blocks: int = 0
+    """Blocks that the worker's events had stored then."""
+    missing_ms: int = 0
+    """How long after that nothing had come at the last look; 0 = there was none."""
+    is_resent: bool = False
+    """Whether another request brought the block since, so that it may be in the events of that one."""
+
+
+_Begun = tuple[int, int, list[int], _Awaited | None]
+"""A request's number, and the one below which all had ended when it began; those of the requests that had brought its
+worker each block at ``MARKS`` before; its prompt, if its events are awaited."""
+
+AWAITED_MAX: Final = 4096
+"""Prompts of all workers whose events are awaited; beyond it the oldest is not judged."""
+
+BEGUN_MAX: Final = 4096
+"""Requests of a worker whose end is awaited; beyond it the oldest is compared without what was known at its start."""
+
+
 class _History:
     """What is kept of one worker."""
 
     __slots__ = (
         "agreed",
+        "announcements",
+        "begun",
+        "borrowed",
         "cleared",
         "epoch",
-        "epochs",
         "final",
         "foreign",
-        "heads",
         "judged",
         "load",
+        "missing",
         "observations",
         "own",
+        "renewed",
+        "running",
+        "sampled_ms",
+        "sent",
+        "silent_ms",
         "steps_fell",
+        "unreported",
         "verdict",
     )
 
     def __init__(self, epoch: int) -> None:
         self.observations: deque[Observation] = deque(maxlen=WINDOW)
-        self.heads: deque[tuple[int, Sequence[int]]] = deque(maxlen=WINDOW)
-        """When each prompt was chosen for, and its first blocks."""
+        self.missing: deque[_Awaited] = deque()
+        """Prompts of which nothing had come when they were computed."""
+        self.silent_ms: int | None = None
+        """When it first reused its cache although no event had stored a block in this epoch."""
+        self.sampled_ms = 0
+        """When a prompt was awaited last."""
+        self.announcements: deque[Announcement] = deque(maxlen=WINDOW)
+        self.borrowed: deque[str] = deque(maxlen=WINDOW)
+        """Workers whose prompts came in the events of this one, oldest first."""
+        self.begun: dict[str, _Begun] = {}
+        """Requests whose report is awaited."""
+        self.running: dict[str, int] = {}
+        """Numbers of requests that have not ended, in their order."""
+        self.sent: dict[int, int] = {}
+        """Number of the last request with a block, for blocks at ``MARKS``."""
         self.epoch = epoch
-        self.epochs = 1
+        self.renewed: int | None = None
+        """Requests that had agreed when it registered again."""
         self.load: LoadReported | None = None
         self.steps_fell = False
-        self.agreed = self.own = self.foreign = 0
+        self.agreed = self.own = self.foreign = self.unreported = 0
         self.cleared: int | None = None
-        """Own requests when it last took back all that it had reported."""
+        """Requests that had agreed when it last took back all that it had reported."""
         self.final: WorkerEvidence | None = None
         """What was known of a worker when it left."""
         self.judged: object = None
@@ -93,6 +167,10 @@ class Examiner:
         self._decision_of = decision_of
         self._on_reuse = on_reuse
         self._histories: dict[WorkerKey, _History] = {}
+        self._awaited: dict[int, _Awaited] = {}
+        """By the block that is awaited."""
+        self._now_ms = 0
+        """Of the latest decision that was looked at."""
         projection.examiner = self
 
     # -- what happens ----------------------------------------------------------------------------------------------
@@ -113,8 +191,17 @@ class Examiner:
         if decision.request.stage in PROMPT_STAGES:
             if decision.reported_isl is None:
                 decision.reported_isl = event.isl
-            if promised is not None:
-                self._compare(worker, history, decision, event.request_id, promised, event.cached_tokens)
+            path = self._projection.trust.awaited_path(key, event.request_id) if promised is None else promised[0]
+            if path:
+                begun = self._begin(worker, history, decision, path)
+                history.running[event.request_id] = history.own
+                if promised is None:
+                    history.begun[event.request_id] = begun
+                else:
+                    self._compare(worker, history, decision, event.request_id, promised, event.cached_tokens, begun)
+                for each in (history.begun, history.running):
+                    if len(each) > BEGUN_MAX:
+                        del each[next(iter(each))]
 
     def finished(self, key: WorkerKey, request_id: str, promised: Promise | None, reported_tokens: int) -> None:
         """A worker ended a request and reported only then how much of its prompt it reused."""
@@ -125,7 +212,17 @@ class Examiner:
             self._on_reuse(decision, reported_tokens)
         worker = self._projection.fleet.workers.get(key)
         if worker is not None and promised is not None and decision.request.stage in PROMPT_STAGES:
-            self._compare(worker, self._history(worker), decision, request_id, promised, reported_tokens)
+            history = self._history(worker)
+            history.running.pop(request_id, None)
+            begun = history.begun.pop(request_id, None) or self._begin(worker, history, decision, promised[0])
+            self._compare(worker, history, decision, request_id, promised, reported_tokens, begun)
+
+    def ended_silently(self, key: WorkerKey, request_id: str) -> None:
+        """A worker ended a request and did not report at its end how much of its prompt it reused."""
+        history = self._histories.get(key)
+        if history is not None:
+            history.running.pop(request_id, None)
+            history.unreported += history.begun.pop(request_id, None) is not None
 
     def _compare(
         self,
@@ -135,6 +232,7 @@ class Examiner:
         dispatch_id: str,
         promised: Promise,
         reported_tokens: int,
+        begun: _Begun,
     ) -> None:
         request, now_ms = decision.request, decision.time_ms
         path, promised_tokens = promised
@@ -142,6 +240,10 @@ class Examiner:
         if promised_tokens > isl:
             promised_tokens = isl
         promised_blocks = min(len(path), promised_tokens // block_size) if promised_tokens else 0
+        number, settled, brought, awaited = begun
+        sent = brought.index(NEVER) if NEVER in brought else len(brought)
+        at = bisect_right(MARKS, reported_tokens // block_size)
+        domain = "media" if request.media else request.domain
         observation = Observation(
             dispatch_id,
             now_ms,
@@ -150,21 +252,122 @@ class Examiner:
             promised_tokens,
             reported_tokens,
             decision.seen_tokens,
-            "media" if request.media else request.domain,
+            domain,
             path[promised_blocks - 1] if promised_blocks else 0,
+            decision.overlap_tokens,
+            number,
+            settled,
+            MARKS[sent - 1] * block_size if sent else 0,
+            brought[min(at, sent) - 1] if at and sent else NEVER,
+            brought[at] if at < sent else NEVER,
+            worker.load is not None and worker.load.foreign_requests > 0,
         )
-        if promised_tokens != reported_tokens and abs(promised_tokens - reported_tokens) > block_size:
-            observation.announced = self._announced(worker.key, history, now_ms)
-        elif promised_tokens and reported_tokens:
+        if promised_tokens and reported_tokens and abs(promised_tokens - reported_tokens) <= block_size:
             history.agreed += 1
+        if worker.stored_blocks:
+            history.silent_ms = None
+        elif reported_tokens and history.silent_ms is None:
+            history.silent_ms = self._now_ms
         history.observations.append(observation)
-        history.heads.append((now_ms, path if len(path) <= HEAD_BLOCKS else path[:HEAD_BLOCKS]))
+        for _ in range(min(LOOKS, len(history.missing))):
+            self._look(worker, history, history.missing.popleft())
+        if awaited is not None:
+            awaited.done_ms, awaited.stored_blocks = self._now_ms, worker.stored_blocks
+            self._look(worker, history, awaited)
+
+    def _begin(self, worker: Worker, history: _History, decision: Decision, path: Sequence[int]) -> _Begun:
+        """Take note of a prompt on its way to a worker; return what was known of its blocks before."""
+        self._now_ms = max(self._now_ms, decision.time_ms)
+        sent, number, length, awaited = history.sent, history.own, len(path), self._awaited
+        settled = next(iter(history.running.values()), number)
+        marks = bisect_right(MARKS, length)
+        blocks = AT_MARKS[marks - 2](path) if marks > 1 else path[:marks]
+        brought = [sent.get(block, NEVER) for block in blocks]
+        sent.update(dict.fromkeys(blocks, number))
+        if not awaited.keys().isdisjoint(blocks):
+            for block in awaited.keys() & set(blocks):
+                self._bring_again(awaited[block])
+        while len(sent) > SENT_MAX:
+            del sent[next(iter(sent))]
+        return number, settled, brought, self._await(worker, history, decision, path, number)
+
+    def _await(
+        self, worker: Worker, history: _History, decision: Decision, path: Sequence[int], number: int
+    ) -> _Awaited | None:
+        request = decision.request
+        is_sampled = self._now_ms - history.sampled_ms >= SAMPLE_MS and len(history.missing) < MISSING_MAX
+        if not is_sampled or (self._has_windows(worker.key) and not worker.stored_blocks):
+            return None  # of windows alone nothing is found by a prefix
+        known = decision.seen_tokens // request.block_size
+        at = bisect_right(MARKS, known)
+        if at == len(MARKS) or MARKS[at] > len(path):
+            return None
+        # What a worker holds and no prompt had are the ends of answers.
+        at = max(at, bisect_right(MARKS, _best_blocks(decision)))
+        if at == len(MARKS) or MARKS[at] > len(path):
+            return None
+        history.sampled_ms = self._now_ms
+        domain = "media" if request.media else request.domain
+        prompt = _Awaited(worker.key, path[: MARKS[at]], domain, number)
+        self._awaited[prompt.path[-1]] = prompt
+        if len(self._awaited) > AWAITED_MAX:
+            del self._awaited[next(iter(self._awaited))]
+        return prompt
+
+    def _bring_again(self, prompt: _Awaited) -> None:
+        """Another request has the awaited block: look once more before it is computed again."""
+        worker = self._projection.fleet.workers.get(prompt.worker)
+        own, others = self._holders(prompt)
+        if worker is not None and (own or others):
+            self._settle(worker, self._history(worker), prompt, own, others)
+        prompt.is_resent = True
+
+    def _look(self, worker: Worker, history: _History, prompt: _Awaited) -> None:
+        """Take note of whose events have a prompt, or that none has after so long."""
+        if prompt.path[-1] not in self._awaited:
+            return  # it is settled
+        own, others = self._holders(prompt)
+        age_ms = self._now_ms - prompt.done_ms
+        if own or others or age_ms >= NOWHERE_AFTER_MS:
+            self._settle(worker, history, prompt, own, others)
+            return
+        prompt.missing_ms = max(1, age_ms)
+        history.missing.append(prompt)
+
+    def _settle(self, worker: Worker, history: _History, prompt: _Awaited, own: bool, others: list[WorkerKey]) -> None:
+        del self._awaited[prompt.path[-1]]
+        if prompt.is_resent and (own or others):
+            return  # whose they are is not known
+        for key in others:
+            other = self._projection.fleet.workers.get(key)
+            if other is not None:
+                self._history(other).borrowed.append(str(worker.key))
+        names = tuple(map(str, others))
+        history.announcements.append(
+            Announcement(own, names, prompt.missing_ms, prompt.domain, prompt.number, prompt.stored_blocks)
+        )
+
+    def _holders(self, prompt: _Awaited) -> tuple[bool, list[WorkerKey]]:
+        """Return whether a worker's events have a prompt of it, and whose have it without having been sent it."""
+        index, block = self._projection.index, prompt.path[-1]
+        own, others = False, []
+        for depth, mask in index.holders(prompt.path)[:1]:
+            left = mask if depth == len(prompt.path) else 0
+            while left:
+                lowest = left & -left
+                left ^= lowest
+                key = index.worker(lowest.bit_length() - 1)
+                if key == prompt.worker:
+                    own = True
+                elif (other := self._histories.get(key)) is None or block not in other.sent:
+                    others.append(key)
+        return own, others
 
     def cleared(self, worker: WorkerKey) -> None:
         """A worker reported that nothing it said before holds any more."""
         history = self._histories.get(worker)
         if history is not None:
-            history.cleared = history.own
+            history.cleared = history.agreed
 
     def left(self, worker: WorkerKey) -> None:
         """A worker is about to leave; what the index holds of it is still known."""
@@ -184,19 +387,8 @@ class Examiner:
         history.own += 1
         if request.stage in PROMPT_STAGES:
             promised = (path, decision.overlap_blocks * request.block_size)
-            self._compare(worker, history, decision, request.request_id, promised, reported_tokens)
-
-    def _announced(self, worker: WorkerKey, history: _History, now_ms: int) -> float | None:
-        """Return how much of the last prompt that is old enough the index holds of the worker."""
-        if self._has_windows(worker):
-            return None  # a window that moved on leaves an earlier prompt nowhere to resume
-        for time_ms, head in reversed(history.heads):
-            if head and now_ms - time_ms >= ANNOUNCED_AFTER_MS:
-                return self._projection.index.overlap(head, worker).blocks / len(head)
-        if len(history.heads) < LEAST_HEADS or not history.heads[0][1]:
-            return None
-        head = history.heads[0][1]  # in a burst the oldest will do
-        return self._projection.index.overlap(head, worker).blocks / len(head)
+            begun = self._begin(worker, history, decision, path)
+            self._compare(worker, history, decision, request.request_id, promised, reported_tokens, begun)
 
     def _history(self, worker: Worker) -> _History:
         key = worker.key
@@ -232,14 +424,20 @@ class Examiner:
             reason,
             state is not StreamState.SYNCING and (held > 0 or not is_unheard),
             held,
-            history.epochs,
+            history.renewed is not None and history.agreed - history.renewed < RENEWED_FOR,
             history.steps_fell,
             history.agreed,
             history.own,
             history.foreign,
             self._has_windows(key),
-            history.cleared is not None and history.own - history.cleared < WINDOW,
+            history.cleared is not None and history.agreed - history.cleared < RENEWED_FOR,
             worker.events_fault,
+            list(history.announcements),
+            len(history.missing),
+            dict(Counter(history.borrowed)),
+            worker.stored_blocks,
+            0 if history.silent_ms is None else self._now_ms - history.silent_ms,
+            history.unreported,
         )
 
     def verdict(self, key: WorkerKey) -> ReuseVerdict:
@@ -250,7 +448,7 @@ class Examiner:
         state = (
             history.own // JUDGED_EVERY,
             history.foreign // JUDGED_EVERY,
-            history.epochs,
+            history.epoch,
             self._projection.trust.stream(key)[0],
             self._projection.fleet.workers[key].events_fault,
         )
@@ -270,7 +468,7 @@ def _note(history: _History, worker: Worker) -> None:
     """Note another life of a worker, or other figures of its engine."""
     if worker.epoch != history.epoch:
         history.epoch = worker.epoch
-        history.epochs += 1
+        history.renewed = history.agreed
         history.load = None
     load = worker.load
     if load is not None and history.load is not None and load.steps < history.load.steps:
@@ -278,13 +476,18 @@ def _note(history: _History, worker: Worker) -> None:
     history.load = load
 
 
+def _best_blocks(decision: Decision) -> int:
+    """Return the most blocks that any candidate held, on all of its tiers."""
+    columns = decision.candidates
+    return int(max(map(sum, zip(columns.device_overlap, columns.host_overlap, columns.disk_overlap, strict=True))))
+
+
 def uncached_of(decision: Decision, reported_tokens: int) -> UncachedSplit:
     """Return why the rest of a decision's prompt was computed."""
-    request, columns = decision.request, decision.candidates
+    request = decision.request
     promised_blocks = best_blocks = decision.overlap_blocks
     if decision.seen_tokens > max(reported_tokens, promised_blocks * request.block_size):
-        tiers = zip(columns.device_overlap, columns.host_overlap, columns.disk_overlap, strict=True)
-        best_blocks = int(max(map(sum, tiers)))
+        best_blocks = _best_blocks(decision)
     size = request.block_size
     return split_uncached(
         request.isl, decision.seen_tokens, best_blocks * size, promised_blocks * size, reported_tokens

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.server.diagnosis.rules import UncachedSplit
+from poolgrid.server.diagnosis.evidence import UncachedSplit
 from poolgrid.server.process.instruments import Counter, Histogram
 from poolgrid.server.serving.metrics import ServingMetrics
 

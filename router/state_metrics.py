@@ -108,7 +108,7 @@ class StateCollector(Collector):
         yield _by_label(
             "reuse_verdict",
             "1 for the verdict of `poolgrid doctor` on each worker, by `cause`: `agrees`, `cold-workload`, `unknown`, "
-            "or a fault with a section in the runbook. Alert on faults.",
+            "or another name of the table of verdicts. Alert on faults.",
             ["worker", "cause"],
             [((str(key), examiner.verdict(key).cause.value), 1) for key in list(projection.fleet.workers)],
         )

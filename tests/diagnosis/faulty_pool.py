@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from poolgrid.kernel.decision.decision import Decision, DecisionLog
-from poolgrid.kernel.routing.inputs import WorkerWanted
 from poolgrid.kernel.routing.selector import Selector
 from poolgrid.kernel.wire.events import (
     AnyEvent,
@@ -24,8 +23,7 @@ from poolgrid.kernel.wire.events import (
     StreamStateChanged,
     WorkerJoined,
 )
-from poolgrid.kernel.wire.hashing import pack_hashes, unpack_hashes
-from poolgrid.kernel.wire.identifiers import StreamState, Tier, WorkerKey
+from poolgrid.kernel.wire.identifiers import StreamState, Tier
 from poolgrid.kernel.wire.requests import Generate
 from poolgrid.plugins.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
 from poolgrid.plugins.simulated.core.engine import SimulatedEngine, SimulatedLimits
@@ -94,8 +92,6 @@ class Fault:
     engine_path: Callable[[SimulatedRequest], Sequence[int]] | None = None
     """The path that the engine computes of a prompt."""
     engine_block: int = BLOCK
-    domain: Callable[[int], str] = lambda number: ""
-    """What a request is hashed with, by its number."""
     forget_at: int = 0
     """The engines drop their caches before this request, and say nothing."""
     blocks: int | None = None
@@ -143,16 +139,9 @@ class FaultyPool(SimulatedPool):
     def __init__(self, fault: Fault, workers: int = 1, event_delay_ms: float = 0.0, policy: str = "kv") -> None:
         rows = fault.rows or conversations()
         workload = build_workload(rows, 1.0, BLOCK)
-        requests = [
-            replace(request, path=[each ^ (number % 2 + 1) * 77 for each in request.path])
-            if fault.domain(number)
-            else request
-            for number, request in enumerate(workload.requests)
-        ]
         self.fault = fault
         self.sent = 0
         self._alarms: set[str] = set()
-        self._domains = {request.request_id: fault.domain(number) for number, request in enumerate(requests)}
         self._engine_paths = {
             request.request_id: list(request.path if fault.engine_path is None else fault.engine_path(request))
             for request in workload.requests
@@ -161,7 +150,7 @@ class FaultyPool(SimulatedPool):
             wide = build_workload(rows, 1.0, fault.engine_block)
             self._engine_paths = {request.request_id: request.path for request in wide.requests}
         self._fits: SimulatedLimits = limits(workload, fault.blocks, fault.host_blocks)
-        played = Workload(requests, BLOCK, 0.0, workload.total_tokens, workload.longest)
+        played = Workload(workload.requests, BLOCK, 0.0, workload.total_tokens, workload.longest)
         fleet = RouterFleet(fault.routers, event_delay_ms)
         super().__init__(played, make_policy(policy), workers, self._fits, routers=fleet)
         self.log = DecisionLog(10_000)
@@ -191,17 +180,6 @@ class FaultyPool(SimulatedPool):
         self.run()
         return self._alarms
 
-    def _wanted(
-        self,
-        request: SimulatedRequest,
-        now: float,
-        behind: Mapping[WorkerKey, int] | None = None,
-        unavailable: Mapping[WorkerKey, str] | None = None,
-    ) -> WorkerWanted:
-        wanted = super()._wanted(request, now, behind or {}, unavailable or {})
-        domain = self._domains[request.request_id]
-        return msgspec.structs.replace(wanted, request=msgspec.structs.replace(wanted.request, domain=domain))
-
     def _tell(self, number: int, now: float, events: list[AnyEvent]) -> None:
         super()._tell(number, now, self.fault.edit(events, self.sent))
 
@@ -223,22 +201,6 @@ def without_cache_events(begin: int = 0, end: int = 10**9) -> Edit:
         return [each for each in events if not (begin <= sent < end and isinstance(each, CACHE_EVENTS))]
 
     return edit
-
-
-def other_names(events: list[AnyEvent], sent: int) -> list[AnyEvent]:
-    """Another hash algorithm."""
-    out: list[AnyEvent] = []
-    for each in events:
-        if isinstance(each, CACHE_EVENTS):
-            changes: dict[str, Any] = {
-                "sequence_hashes": pack_hashes([name ^ OTHER for name in unpack_hashes(each.sequence_hashes)])
-            }
-            if isinstance(each, BlocksStored) and each.parent is not None:
-                changes["parent"] = each.parent ^ OTHER
-            out.append(msgspec.structs.replace(each, **changes))
-        else:
-            out.append(each)
-    return out
 
 
 def starts(change: Callable[[RequestStarted], dict[str, int]]) -> Edit:

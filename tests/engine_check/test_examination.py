@@ -18,6 +18,7 @@ from poolgrid.plugins.engine_check.core.evidence import (
 )
 from poolgrid.plugins.engine_check.core.examination import Examination, examine
 from poolgrid.plugins.engine_check.core.finding import FindingSeverity, Kind
+from poolgrid.server.diagnosis.causes import Cause
 from tests.engine_check.records import (
     NAMES,
     Batch,
@@ -174,7 +175,7 @@ def second_rank(evidence: Evidence, endpoint: str, replay: str) -> Evidence:
 
 
 PUBLISHERS: list[tuple[str, Callable[[Evidence], Evidence], Kind]] = [
-    ("nothing is published", lambda e: silent(e, replays=()), Kind.EVENTS_OFF),
+    ("nothing is published", lambda e: silent(e, replays=()), Kind.RANK_SILENT),
     ("no publisher is listed", lambda e: silent(e, replays=(), sources=(), contacts={}), Kind.EVENTS_OFF),
     ("nobody listens", refused, Kind.ENDPOINT_REFUSED),
     ("it came to us", lambda e: refused(e, Contact.CONNECTS), Kind.PUBLISHER_CONNECTS),
@@ -408,26 +409,6 @@ BLOCKS: list[tuple[str, Callable[[Evidence], Evidence], Kind, FindingSeverity]] 
     ),
     ("keys that nobody said", lambda e: with_stored(e, strange_keys), Kind.KEYS_UNKNOWN, FindingSeverity.FAULT),
     ("no keys", lambda e: with_stored(e, set_to(extra_keys=None)), Kind.SALT_MISSING, FindingSeverity.FAULT),
-    (
-        "nothing is stored, nothing reused",
-        lambda e: with_exchanges(
-            with_batches(e, lambda batch: [batch[0], [], *batch[2:]]), lambda each: replace(each, cached_tokens=0)
-        ),
-        Kind.CACHING_OFF,
-        FindingSeverity.FAULT,
-    ),
-    (
-        "nothing is reused",
-        lambda e: with_exchanges(e, lambda each: replace(each, cached_tokens=0)),
-        Kind.CACHED_TOKENS_DIFFER,
-        FindingSeverity.FAULT,
-    ),
-    (
-        "cached tokens are not said",
-        lambda e: with_exchanges(e, lambda each: replace(each, cached_tokens=None)),
-        Kind.CACHED_TOKENS_UNSAID,
-        FindingSeverity.WARNING,
-    ),
 ]
 
 
@@ -443,20 +424,39 @@ def test_blocks_that_are_wrong_are_named(
         assert kinds(found, FindingSeverity.FAULT) == []
 
 
-def less_a_block(evidence: Evidence, exchange: ProbeExchange) -> ProbeExchange:
-    cached = exchange.cached_tokens
-    return replace(exchange, cached_tokens=cached - (evidence.told.block_size or 0) if cached else cached)
+def reporting(change: Callable[[int], int | None]) -> Callable[[Evidence], Evidence]:
+    """The server reports other cached tokens."""
+    return lambda e: with_exchanges(
+        e, lambda each: each if each.cached_tokens is None else replace(each, cached_tokens=change(each.cached_tokens))
+    )
+
+
+def counting(change: Callable[[int], int]) -> Callable[[Evidence], Evidence]:
+    return lambda e: with_exchanges(e, lambda each: replace(each, prompt_tokens=change(len(each.probe.tokens))))
+
+
+def nothing_stored(evidence: Evidence) -> Evidence:
+    return with_batches(evidence, lambda batch: [batch[0], [], *batch[2:]])
+
+
+VERDICTS: list[tuple[str, Callable[[Evidence], Evidence], Cause]] = [
+    ("nothing is wrong", lambda e: e, Cause.AGREES),
+    ("lengths are right", counting(lambda length: length), Cause.AGREES),
+    ("a block less is reused", reporting(lambda cached: max(0, cached - 16)), Cause.AGREES),
+    ("nothing is stored, nothing reused", lambda e: reporting(lambda cached: 0)(nothing_stored(e)), Cause.CACHING_OFF),
+    ("nothing is reused", reporting(lambda cached: 0), Cause.REUSES_LESS),
+    ("cached tokens are not said", reporting(lambda cached: None), Cause.UNREPORTED),
+    ("twelve tokens more", counting(lambda length: length + 12), Cause.TEMPLATE),
+    ("salts are not said", lambda e: with_stored(e, set_to(extra_keys=None)), Cause.SALT),
+    ("no publisher is listed", lambda e: silent(e, replays=(), sources=(), contacts={}), Cause.NO_EVENTS),
+    ("nobody listens", refused, Cause.WRONG_ENDPOINT),
+]
 
 
 @of_every_record
-def test_an_engine_that_computes_the_last_cached_block_again_is_told_from_one_that_reuses_nothing(name: str) -> None:
-    evidence = record(name)
-
-    found = examine(with_exchanges(evidence, lambda each: less_a_block(evidence, each)))
-
-    (finding,) = [each for each in found.findings if each.kind is Kind.CACHED_TOKENS_DIFFER]
-    assert finding.severity is FindingSeverity.WARNING
-    assert "speculative decoding" in finding.words
+@pytest.mark.parametrize(("change", "cause"), [row[1:] for row in VERDICTS], ids=[row[0] for row in VERDICTS])
+def test_the_verdict_is_that_of_the_doctor(name: str, change: Callable[[Evidence], Evidence], cause: Cause) -> None:
+    assert examine(change(record(name))).verdict.cause is cause
 
 
 @of_every_record

@@ -113,6 +113,8 @@ class RankEvents:
         self._tell_fault = tell_fault
         self.fault = ""
         """In what the events do not fit the rank; empty = they fit."""
+        self._unreached = ""
+        """That its publisher was never reached; empty = it was, or that is not known yet."""
         self._connected = asyncio.Event()
         self._current = asyncio.Event()
         """Set once the first replay is applied."""
@@ -185,6 +187,10 @@ class RankEvents:
                     wait_s,
                     self.health[1],
                 )
+                if event is self._connected:
+                    doubt = f" ({self._source.doubt})" if self._source.doubt else ""
+                    self._unreached = f"nothing answers at its event endpoint {self._source.endpoint}{doubt}"
+                    self._note_fault()
                 return
         self._behind_until_ms = 0.0  # the replay is no part of what is reported: the worker joins with what came of it
 
@@ -201,6 +207,7 @@ class RankEvents:
         state, now_ms = self._follower.state, self._clock.monotonic_ms()
         if state is not SourceState.ABSENT:
             self._connected.set()
+            self._unreached = ""
         if state is SourceState.LIVE:
             self._current.set()
         if state is SourceState.REPLAYING:
@@ -219,6 +226,8 @@ class RankEvents:
             elif isinstance(effect, NewLife | Leave):
                 log.info("cache events of rank %d begin again: %s", self._source.dp_rank, effect.reason)
                 events = [CacheCleared()] if events or self.told else []
+                if isinstance(effect, Leave):
+                    self._unreached = f"nothing answers at its event endpoint {self._source.endpoint} any more"
         if events:
             self.told.apply(events)
         self._note_doubt()
@@ -227,7 +236,7 @@ class RankEvents:
         self._note_fault()
 
     def _note_fault(self) -> None:
-        fault = self._follower.fault
+        fault = self._follower.fault or self._unreached
         if fault == self.fault:
             return
         self.fault = fault

@@ -567,6 +567,10 @@ class PrefixIndex:
         groups = self.groups
         return groups.resumable(path, found, self._live, deepest) if groups.reported else found
 
+    def holders(self, path: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the same as ``find`` of full attention alone: what is stored, wherever an engine can resume."""
+        return self._reach.find(path, self._live)
+
     def overlap(self, path: Sequence[int], worker: WorkerKey) -> TierOverlap:
         slot = self._slots.get(worker)
         if slot is None:

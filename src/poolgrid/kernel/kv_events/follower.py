@@ -70,6 +70,10 @@ END_OF_REPLAY = 2**64 - 1
 UNREAD_MIN = 32
 """Stored events in a row that cannot be read before that is a fault: a few are of prompts with what is not followed."""
 
+UNFIT_MIN = 4
+"""Stored events in a row without the tokens of their blocks, or without a parent, before that is a fault: no engine
+makes one."""
+
 COUNTED = (
     "source_gaps",
     "source_replays",
@@ -171,6 +175,8 @@ class PubFollower:
         self._asked = 0
         self._attempts = 0
         self._answered = False
+        self._is_mute = False
+        """Whether the replay socket left as many questions as are asked without an answer, and answered none since."""
         self._heard_ms = 0.0
         self._absent_since_ms = 0.0
         self._other_rank: int | None = None
@@ -178,6 +184,10 @@ class PubFollower:
         self._unread = 0
         """Stored events in a row that could not be read."""
         self._why_unread = ""
+        self._cut = 0
+        """Stored events in a row without the tokens of their blocks."""
+        self._orphans = 0
+        """Stored events in a row whose parent is not known, although the epoch is known from its beginning."""
         self.counts = dict.fromkeys(COUNTED, 0)
 
     @property
@@ -199,6 +209,15 @@ class PubFollower:
             return (
                 f"none of its {self._unclaimed.chains} chains of blocks is known: either no router has reported their "
                 "salts, or this version names blocks in another way"
+            )
+        if self._cut >= UNFIT_MIN:
+            return f"the last {self._cut} stores have fewer tokens than their blocks: something shortens their lists"
+        if self._orphans >= UNFIT_MIN:
+            return f"the last {self._orphans} stores continue blocks that no event has stored: something drops events"
+        if self._is_mute:
+            return (
+                f"its replay endpoint has not answered {REPLAY_ATTEMPTS_MAX} questions: what was stored before the "
+                "connection is not known, and a lost frame stays lost"
             )
         return ""
 
@@ -275,6 +294,7 @@ class PubFollower:
         if self.state is not SourceState.REPLAYING:
             return effects
         self._heard_ms = self._now_ms = now_ms
+        self._is_mute = False
         if seq == END_OF_REPLAY:
             self._end_of_replay(now_ms, wall_ms, effects)
             return effects
@@ -316,6 +336,7 @@ class PubFollower:
             if self._attempts < REPLAY_ATTEMPTS_MAX:
                 self._ask(now_ms, effects)
             else:
+                self._is_mute = not self._answered
                 self._give_up(
                     f"{self._attempts} replay requests from {self._asked} were not answered", wall_ms, effects
                 )
@@ -386,15 +407,20 @@ class PubFollower:
             self._next, self._digest = here
         elif is_live and _behind_the_last_clear(said):
             self.began_ms = self._now_ms  # as good as another epoch: nothing from before is held
-        before = self._translator.ignored_blocks
         if self._unclaimed is not None:
             said = self._unclaimed.pass_on(said)
+        before, cut = self._translator.ignored_blocks, self._translator.cut_stores
+        orphans = self._translator.orphan_stores
         events = self._translator.translate(said)
         self.counts["source_ignored_blocks"] += self._translator.ignored_blocks - before + batch.ignored
         if any(type(event) is BlocksStored for event in events):
-            self._unread = 0
+            self._unread = self._cut = self._orphans = 0
         elif batch.why_ignored:
             self._unread, self._why_unread = self._unread + batch.ignored, batch.why_ignored
+        elif cut < self._translator.cut_stores:
+            self._cut += self._translator.cut_stores - cut
+        elif not (self.degraded or self.unknown):
+            self._orphans += self._translator.orphan_stores - orphans
         if (self.degraded or self.unknown) and any(type(event) is CacheCleared for event in events):
             self.degraded = False
             self.unknown = ""

@@ -83,6 +83,10 @@ class EngineTranslator:
         self.ignored_blocks = 0
         self.other_block_size = 0
         """Tokens in a block of the last stored event whose blocks are no multiple of the index's; 0 = none had."""
+        self.orphan_stores = 0
+        """Stored events whose parent no event has stored."""
+        self.cut_stores = 0
+        """Stored events without the tokens of more than a last block."""
         self.has_unknown_groups = False
         """Whether there are groups of which it is not known what they need: nothing is promised then."""
 
@@ -240,6 +244,7 @@ class EngineTranslator:
         # The tokens of a trailing partial block name nothing that a prompt could share.
         size, hashes = event.block_size, event.hashes
         told, whole = len(hashes), len(event.token_bytes) // (TOKEN_BYTES * size)
+        self.cut_stores += whole < told - 1
         stride = 1
         if size != self._block_size:
             stride, rest = divmod(size, self._block_size)
@@ -253,6 +258,7 @@ class EngineTranslator:
                 seed = self._seeds.get(parent)
             parent = self._known.get(parent)
             is_unfit = parent is None
+            self.orphan_stores += is_unfit
         elif not is_unfit and whole and seed is None and self._root_seed is not None:
             seed = self._root_seed(event.token_bytes[: TOKEN_BYTES * size], hashes[0])
             is_unfit = seed is None

@@ -35,6 +35,8 @@ class Worker:
     last_recorded_ms: int = 0
     """Wall clock of the consolidator when it accepted that batch."""
     requests_total: int = 0
+    stored_blocks: int = 0
+    """Blocks that its events have stored, of full attention."""
     streams: dict[str, SourceStream] = field(default_factory=dict)
     """Of each source, how far its stream can be trusted."""
 

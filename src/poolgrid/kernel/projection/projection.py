@@ -121,6 +121,8 @@ class ReuseExaminer(Protocol):
 
     def finished(self, key: WorkerKey, request_id: str, promised: Promise | None, reported_tokens: int) -> None: ...
 
+    def ended_silently(self, key: WorkerKey, request_id: str) -> None: ...
+
     def cleared(self, worker: WorkerKey) -> None: ...
 
     def left(self, worker: WorkerKey) -> None: ...
@@ -199,10 +201,12 @@ class Projection:
     # -- events: each with the worker that it is of, its record, and the time --------------------------------------
 
     def _stored(self, key: WorkerKey, record: JournalRecord, event: BlocksStored, now_ms: float) -> None:
-        if self.follows_blocks and key in self.fleet.workers:
+        worker = self.fleet.workers.get(key) if self.follows_blocks else None
+        if worker is not None:
             if event.group:
                 self.index.change_group(key, event)
             else:
+                worker.stored_blocks += len(event.sequence_hashes) // HASH_BYTES
                 self.index.store(key, event.parent, hash_array(event.sequence_hashes), event.tier)
 
     def _removed(self, key: WorkerKey, record: JournalRecord, event: BlocksRemoved, now_ms: float) -> None:
@@ -274,6 +278,8 @@ class Projection:
         cached_tokens = event.cached_tokens
         if cached_tokens is None:
             self.trust.not_started(key, request_id)
+            if self.examiner is not None:
+                self.examiner.ended_silently(key, request_id)
         else:
             promised = self.trust.started(key, request_id, cached_tokens)
             if self.examiner is not None:

@@ -114,6 +114,11 @@ class StreamHealth:
             self._judge(worker)
         return pending.path, predicted
 
+    def awaited_path(self, worker: WorkerKey, request_id: str) -> Sequence[int]:
+        """Return the path of a choice whose start, or report, is awaited; empty where there is none."""
+        pending = self._pending.get((worker, request_id))
+        return () if pending is None else pending.path
+
     def not_started(self, worker: WorkerKey, request_id: str) -> None:
         if self._pending.pop((worker, request_id), None) is not None:
             self.computed.drop(worker, request_id)

@@ -141,6 +141,7 @@ async def _probe(
             answer.cached_tokens,
             ended_ms if not answer.failure else 0.0,
             answer.failure,
+            answer.prompt_tokens,
         )
     return list(exchanges.values())
 

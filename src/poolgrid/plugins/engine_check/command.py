@@ -117,9 +117,13 @@ def _show(settings: EngineCheckSettings, evidence: Evidence) -> int:
         console.print(check_table(evidence, found))
         for finding in found.findings:
             console.print(words_of(finding))
-        if (cause := found.cause) is not None:
-            console.print(Text(f"verdict: {cause.value}. To change: {cause.fix}."))
-    return 1 if found.faults else 0
+        cause = found.verdict.cause
+        console.print(Text(f"verdict: {cause.value}: {cause.meaning}."))
+        if cause.fix:
+            console.print(
+                Text("".join(f"  - {each}\n" for each in found.verdict.evidence) + f"  To change: {cause.fix}.")
+            )
+    return 0 if found.is_usable else 1
 
 
 def words_of(finding: Finding) -> Text:
@@ -157,7 +161,7 @@ def _lacks(area: str, found: Examination) -> bool:
     """Return whether figures are not as they should be, for a reason that another row names."""
     if area == "blocks":
         return bool(found.blocks.missing)
-    return area == "reuse" and found.reuse.equal < len(found.reuse.comparisons)
+    return area == "reuse" and found.verdict.cause.is_fault and found.reuse.equal < len(found.reuse.comparisons)
 
 
 def _seen(area: str, evidence: Evidence, found: Examination) -> str:
@@ -192,8 +196,9 @@ def report(evidence: Evidence, found: Examination) -> dict[str, Any]:
         "server": evidence.told,
         "sources": evidence.sources,
         "contacts": {str(rank): contact.value for rank, contact in evidence.contacts.items()},
-        "ok": not found.faults,
-        "verdict": None if found.cause is None else found.cause.value,
+        "ok": found.is_usable,
+        "verdict": found.verdict.cause.value,
+        "evidence": found.verdict.evidence,
         "findings": found.findings,
         "messages": found.messages,
         "forms": found.forms,

@@ -29,6 +29,7 @@ class ProbeAnswer(msgspec.Struct, frozen=True):
     output: tuple[int, ...] = ()
     cached_tokens: int | None = None
     failure: str = ""
+    prompt_tokens: int | None = None
 
 
 class EngineServer:
@@ -120,9 +121,21 @@ def _generate(probe: CheckProbe) -> tuple[str, dict[str, Any]]:
 
 def _answer(body: dict[str, Any]) -> ProbeAnswer:
     if "meta_info" in body:
-        cached = body["meta_info"].get("cached_tokens")
-        return ProbeAnswer(tuple(body.get("output_ids") or ()), cached if type(cached) is int else None)
-    details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
-    cached = details.get("cached_tokens")
+        said = body["meta_info"]
+        return ProbeAnswer(
+            tuple(body.get("output_ids") or ()),
+            _count(said.get("cached_tokens")),
+            prompt_tokens=_count(said.get("prompt_tokens")),
+        )
+    usage = body.get("usage") or {}
+    details = usage.get("prompt_tokens_details") or {}
     output = body["choices"][0].get("token_ids") or ()
-    return ProbeAnswer(tuple(map(int, output)), cached if type(cached) is int else None)
+    return ProbeAnswer(
+        tuple(map(int, output)),
+        _count(details.get("cached_tokens")),
+        prompt_tokens=_count(usage.get("prompt_tokens")),
+    )
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int else None

@@ -11,7 +11,7 @@ from poolgrid.kernel.wire.answers import ModelFinding, VerdictRow
 from poolgrid.server.process.figures import percent
 from poolgrid.server.process.terminal_table import Heading, TerminalTable
 
-RUNBOOK = "docs/runbooks/reuse-parted.md"
+VERDICTS_PAGE = "docs/troubleshooting.md#verdicts"
 MODELS_PAGE = "docs/troubleshooting.md#models"
 
 
@@ -38,7 +38,7 @@ def view(
         if row.is_fault:
             parts.append(Text.assemble((f"\n{row.worker}: {row.cause}", "bold red"), f". {row.meaning.capitalize()}."))
             parts += [Text(f"  - {each}") for each in row.evidence]
-            parts.append(Text(f"  To change: {row.fix}.\n  Runbook: {RUNBOOK}#{row.cause}"))
+            parts.append(Text(f"  To change: {row.fix}.\n  See: {VERDICTS_PAGE}"))
     for each in models:
         style = "bold red" if each.is_fault else "bold"
         parts.append(Text.assemble((f"\nmodel {each.model}: {each.cause}", style), f". {each.meaning.capitalize()}."))

@@ -72,6 +72,11 @@ class CheckProbe(msgspec.Struct, frozen=True):
     rank: int | None = None
     """The rank that it was sent to; ``None`` = the server's choice."""
 
+    @property
+    def domain(self) -> str:
+        """Return what its blocks are hashed with besides the tokens."""
+        return "salt" if self.salt else "adapter" if self.lora else ""
+
 
 class ProbeExchange(msgspec.Struct, frozen=True):
     """A probe, and what came back."""
@@ -88,6 +93,8 @@ class ProbeExchange(msgspec.Struct, frozen=True):
     """When the answer was complete."""
     failure: str = ""
     """Why there was no answer."""
+    prompt_tokens: int | None = None
+    """Length of the prompt as the server counts it; ``None`` = it does not report that."""
 
 
 class ServerStatement(msgspec.Struct, frozen=True):

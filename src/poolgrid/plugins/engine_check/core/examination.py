@@ -10,18 +10,20 @@ from poolgrid.plugins.engine_check.core.block_rules import BlockFigures, block_f
 from poolgrid.plugins.engine_check.core.evidence import Evidence
 from poolgrid.plugins.engine_check.core.finding import RANK, Finding, FindingSeverity, Kind, fault, warning
 from poolgrid.plugins.engine_check.core.message_rules import (
+    Comparison,
     ReuseFigures,
+    announcements,
     compare,
     contact_findings,
     message_findings,
-    reuse_findings,
 )
 from poolgrid.plugins.engine_check.core.said import RankStream, read_streams
 from poolgrid.plugins.engine_check.core.transfer_rules import transfer_findings
 from poolgrid.plugins.engine_check.core.views import ChainView, ExpectedPath, RouterView, expected_paths
-from poolgrid.server.diagnosis.rules import OF_FINDING, Cause
+from poolgrid.server.diagnosis.evidence import Observation, WorkerEvidence
+from poolgrid.server.diagnosis.rules import ReuseVerdict, diagnose
 
-CONSEQUENCES = frozenset({Kind.BLOCKS_MISSING, Kind.NOT_TAKEN_IN, Kind.CACHED_TOKENS_DIFFER})
+CONSEQUENCES = frozenset({Kind.BLOCKS_MISSING, Kind.NOT_TAKEN_IN})
 """What follows from other faults, and is a finding of its own only where no other fault explains it."""
 
 
@@ -38,17 +40,16 @@ class Examination:
     reuse: ReuseFigures
     event_delay_ms: float | None
     """From the end of an answer to its last event, the longest; ``None`` = not measured."""
+    verdict: ReuseVerdict
+    """What `poolgrid doctor` calls it: the same rules, over what messages prove and what probes reused."""
     figures: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def cause(self) -> Cause | None:
-        """Return what `poolgrid doctor` would call the first fault; ``None`` without one that it knows."""
-        named = (OF_FINDING.get(each.kind.value) for each in self.findings if each.severity is FindingSeverity.FAULT)
-        return next((cause for cause in named if cause is not None), None)
-
-    @property
-    def faults(self) -> int:
-        return sum(finding.severity is FindingSeverity.FAULT for finding in self.findings)
+    def is_usable(self) -> bool:
+        """Whether a router can use the events."""
+        return not self.verdict.cause.is_fault and not any(
+            each.severity is FindingSeverity.FAULT for each in self.findings
+        )
 
 
 def examine(evidence: Evidence) -> Examination:
@@ -60,6 +61,7 @@ def examine(evidence: Evidence) -> Examination:
     size = observed or evidence.told.block_size
     paths = expected_paths(evidence.exchanges, size) if size else []
     blocks, reuse = BlockFigures(), ReuseFigures()
+    views: dict[int, RouterView] = {}
     findings = [*contact_findings(evidence, streams), *message_findings(evidence, streams)]
     findings += [
         fault(Kind.PROBE_FAILED, f"probe {exchange.probe.name!r}", exchange.failure)
@@ -74,13 +76,13 @@ def examine(evidence: Evidence) -> Examination:
         for view in views.values():
             view.advance(len(evidence.heard))
         findings += block_findings(evidence, streams, paths, views, blocks)
-        findings += reuse_findings(reuse, paths, streams, size)
         findings += _missing(blocks, streams, paths)
     if evidence.transfers is not None:
         findings += transfer_findings(evidence.transfers)
     explained = any(each.severity is FindingSeverity.FAULT and each.kind not in CONSEQUENCES for each in findings)
     findings = [each for each in findings if not (explained and each.kind in CONSEQUENCES)]
     findings.sort(key=lambda each: (list(FindingSeverity).index(each.severity), RANK[each.kind]))
+    verdict = diagnose(_of_worker(evidence, findings, streams, paths, views, reuse, size or 1))
     return Examination(
         findings,
         size,
@@ -89,6 +91,68 @@ def examine(evidence: Evidence) -> Examination:
         blocks,
         reuse,
         _delay(evidence),
+        verdict,
+    )
+
+
+def _of_worker(
+    evidence: Evidence,
+    findings: Sequence[Finding],
+    streams: Mapping[int, RankStream],
+    paths: Sequence[ExpectedPath],
+    views: Mapping[int, RouterView],
+    reuse: ReuseFigures,
+    size: int,
+) -> WorkerEvidence:
+    """Return what a check knows in the form that a router has of a worker: each probe is one of its requests."""
+    proofs = [
+        (each.kind.cause, each.words)
+        for each in findings
+        if each.kind.cause is not None and each.severity is FindingSeverity.FAULT
+    ]
+    stored = sum(len(event.hashes) for stream in streams.values() for _, _, event in stream.stored())
+    return WorkerEvidence(
+        evidence.told.model,
+        size,
+        [_observation(each, paths, size) for each in reuse.comparisons],
+        held_blocks=stored,
+        stored_blocks=stored,
+        announcements=announcements(paths, views),
+        unreported_requests=reuse.unsaid,
+        proofs=proofs,
+        needed=1,
+    )
+
+
+def _observation(compared: Comparison, paths: Sequence[ExpectedPath], size: int) -> Observation:
+    path, probe = compared.path, compared.path.probe
+    key = (probe.salt, probe.lora, probe.rank)
+    before = [
+        each.tokens
+        for each in paths
+        if each.number < path.number and (each.probe.salt, each.probe.lora, each.probe.rank) == key
+    ]
+    sent = max((_shared(probe.tokens, each) // size * size for each in before), default=0)
+    return Observation(
+        probe.name,
+        path.number,
+        len(probe.tokens),
+        path.exchange.prompt_tokens,
+        compared.predicted,
+        compared.reported,
+        sent,
+        probe.domain,
+        path.names[compared.predicted // size - 1] if compared.predicted else 0,
+        compared.predicted,
+        path.number,
+        path.number,
+        min(sent, (len(probe.tokens) - 1) // size * size),
+    )
+
+
+def _shared(tokens: Sequence[int], other: Sequence[int]) -> int:
+    return next(
+        (at for at, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), min(len(tokens), len(other))
     )
 
 

@@ -6,6 +6,8 @@ from enum import Enum
 
 import msgspec
 
+from poolgrid.server.diagnosis.causes import Cause
+
 
 class FindingSeverity(Enum):
     """Severity of a finding for routing by the events."""
@@ -19,53 +21,54 @@ class FindingSeverity(Enum):
 
 
 class Kind(Enum):
-    """What can be wrong with an engine's events, and the area it belongs to. The order is that of the report: causes
-    before what follows."""
+    """What messages show, the area it belongs to, and the cause that it proves as a fault; ``None`` = none alone.
 
-    def __new__(cls, name: str, area: str) -> Kind:
+    The order is that of the report: causes before what follows.
+    """
+
+    def __new__(cls, name: str, area: str, cause: Cause | None = None) -> Kind:
         kind = object.__new__(cls)
         kind._value_ = name
         kind.area = area
+        kind.cause = cause
         return kind
 
     area: str
+    cause: Cause | None
 
-    EVENTS_OFF = ("events off", "publishers")
-    PUBLISHER_CONNECTS = ("publisher connects", "publishers")
-    ENDPOINT_REFUSED = ("endpoint refused", "publishers")
-    NO_PUBLISHER = ("no publisher", "publishers")
-    PORTS_COLLIDE = ("ports collide", "publishers")
-    RANK_WITHOUT_SOURCE = ("rank without source", "publishers")
+    EVENTS_OFF = ("events off", "publishers", Cause.NO_EVENTS)
+    PUBLISHER_CONNECTS = ("publisher connects", "publishers", Cause.WRONG_ENDPOINT)
+    ENDPOINT_REFUSED = ("endpoint refused", "publishers", Cause.WRONG_ENDPOINT)
+    NO_PUBLISHER = ("no publisher", "publishers", Cause.WRONG_ENDPOINT)
+    PORTS_COLLIDE = ("ports collide", "publishers", Cause.WRONG_ENDPOINT)
+    RANK_WITHOUT_SOURCE = ("rank without source", "publishers", Cause.WRONG_ENDPOINT)
     RANK_SILENT = ("rank silent", "publishers")
-    WRONG_RANK = ("wrong rank", "messages")
-    WRONG_TOPIC = ("wrong topic", "messages")
-    MESSAGE_SHAPE = ("message shape", "messages")
-    UNDECODABLE = ("undecodable", "messages")
+    WRONG_RANK = ("wrong rank", "messages", Cause.WRONG_ENDPOINT)
+    WRONG_TOPIC = ("wrong topic", "messages", Cause.WRONG_ENDPOINT)
+    MESSAGE_SHAPE = ("message shape", "messages", Cause.EVENTS_UNFIT)
+    UNDECODABLE = ("undecodable", "messages", Cause.EVENTS_UNFIT)
     FORMS_MIXED = ("forms mixed", "messages")
     UNKNOWN_EVENTS = ("unknown events", "messages")
-    RESTARTED = ("restarted", "messages")
-    SEQUENCE_JUMPS = ("sequence jumps", "messages")
+    RESTARTED = ("restarted", "messages", Cause.RESTART)
+    SEQUENCE_JUMPS = ("sequence jumps", "messages", Cause.GAP)
     REPLAY_MISSING = ("replay missing", "replay")
-    REPLAY_SILENT = ("replay silent", "replay")
-    REPLAY_DIFFERS = ("replay differs", "replay")
-    BLOCK_SIZE = ("block size", "blocks")
-    TOKENS_MISSING = ("tokens missing", "blocks")
-    TOKENS_AND_HASHES = ("tokens and hashes", "blocks")
-    PARENT_UNKNOWN = ("parent unknown", "blocks")
-    WINDOWS = ("windows", "blocks")
-    GROUPS_UNNAMED = ("groups unnamed", "blocks")
-    SALT_MISSING = ("salt missing", "salts and adapters")
-    SALT_IGNORED = ("salt ignored", "salts and adapters")
-    LORA_UNNAMED = ("LoRA unnamed", "salts and adapters")
-    KEYS_ORDER = ("order of keys", "salts and adapters")
-    KEYS_UNKNOWN = ("keys unknown", "salts and adapters")
+    REPLAY_SILENT = ("replay silent", "replay", Cause.EVENTS_UNFIT)
+    REPLAY_DIFFERS = ("replay differs", "replay", Cause.WRONG_ENDPOINT)
+    BLOCK_SIZE = ("block size", "blocks", Cause.BLOCK_SIZE)
+    TOKENS_MISSING = ("tokens missing", "blocks", Cause.EVENTS_UNFIT)
+    TOKENS_AND_HASHES = ("tokens and hashes", "blocks", Cause.EVENTS_UNFIT)
+    PARENT_UNKNOWN = ("parent unknown", "blocks", Cause.EVENTS_UNFIT)
+    WINDOWS = ("windows", "blocks", Cause.EVENTS_UNFIT)
+    GROUPS_UNNAMED = ("groups unnamed", "blocks", Cause.GROUP)
+    SALT_MISSING = ("salt missing", "salts and adapters", Cause.SALT)
+    SALT_IGNORED = ("salt ignored", "salts and adapters", Cause.SALT)
+    LORA_UNNAMED = ("LoRA unnamed", "salts and adapters", Cause.ADAPTER)
+    KEYS_ORDER = ("order of keys", "salts and adapters", Cause.SALT)
+    KEYS_UNKNOWN = ("keys unknown", "salts and adapters", Cause.EVENTS_UNFIT)
     OTHER_MEDIUM = ("other medium", "blocks")
-    CACHING_OFF = ("caching off", "reuse")
     BLOCKS_MISSING = ("blocks missing", "blocks")
     BLOCKS_TOO_MANY = ("blocks too many", "blocks")
-    NOT_TAKEN_IN = ("not taken in", "blocks")
-    CACHED_TOKENS_UNSAID = ("cached tokens unsaid", "reuse")
-    CACHED_TOKENS_DIFFER = ("cached tokens differ", "reuse")
+    NOT_TAKEN_IN = ("not taken in", "blocks", Cause.EVENTS_UNFIT)
     PROBE_FAILED = ("probe failed", "probes")
     TRANSFERS_FAILED = ("transfers failed", "transfers")
     TRANSFERS_SLOW = ("transfers slow", "transfers")

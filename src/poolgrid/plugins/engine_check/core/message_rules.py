@@ -11,6 +11,7 @@ from poolgrid.plugins.engine_check.core.evidence import Contact, Evidence, Repla
 from poolgrid.plugins.engine_check.core.finding import Finding, Kind, fault, note, warning
 from poolgrid.plugins.engine_check.core.said import RankStream, SaidOther
 from poolgrid.plugins.engine_check.core.views import ExpectedPath, RouterView
+from poolgrid.server.diagnosis.evidence import Announcement
 from poolgrid.server.process.figures import counted
 
 REPLAY_REMEDY = '"replay_endpoint": "tcp://*:5657" in --kv-events-config'
@@ -266,7 +267,7 @@ def _contact(source: Source, evidence: Evidence, stream: RankStream, answered: b
             )
         else:
             yield fault(
-                Kind.EVENTS_OFF,
+                Kind.RANK_SILENT,
                 place,
                 "the connection stands, and nothing was published while probes were answered: events are off, or this "
                 "is the publisher of another server",
@@ -318,10 +319,6 @@ def _port(endpoint: str) -> int | None:
     return parts.port if parts.scheme == "tcp" else None
 
 
-CACHED_TOKENS_OPTION = "--enable-prompt-tokens-details (vLLM), --enable-cache-report (SGLang)"
-CACHING_OPTION = "--enable-prefix-caching (vLLM); no --disable-radix-cache (SGLang); enable_block_reuse (TensorRT-LLM)"
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """One probe: what a router would have predicted when it was sent, and what the server reported."""
@@ -365,60 +362,16 @@ def compare(
         figures.comparisons.append(Comparison(path, held * block_size, path.exchange.cached_tokens))
 
 
-def reuse_findings(
-    figures: ReuseFigures, paths: Sequence[ExpectedPath], streams: Mapping[int, RankStream], block_size: int
-) -> Iterator[Finding]:
-    """Yield where predictions and reports differ."""
-    if figures.unsaid:
-        yield warning(
-            Kind.CACHED_TOKENS_UNSAID,
-            f"probe {next(path.probe.name for path in paths if path.exchange.cached_tokens is None)!r}",
-            f"{counted(figures.unsaid, 'answer')} without usage.prompt_tokens_details.cached_tokens: whether the "
-            "engine reuses the blocks of its events is unknown",
-            CACHED_TOKENS_OPTION,
-        )
-    stored = any(True for stream in streams.values() for _ in stream.stored())
-    again = [each for each in figures.comparisons if _sent_before(each.path, paths)]
-    if again and not stored and not any(each.reported for each in figures.comparisons):
-        yield fault(
-            Kind.CACHING_OFF,
-            f"probe {again[0].path.probe.name!r}",
-            "a prompt that was sent before was computed again, and no block was stored: the prefix cache is off",
-            CACHING_OPTION,
-        )
-        return
-    wrong = [each for each in figures.comparisons if each.predicted != each.reported]
-    looks_ahead = any(event.looks_ahead for stream in streams.values() for _, _, event in stream.stored())
-    if looks_ahead and all(each.predicted - each.reported == block_size for each in wrong):
-        return  # probes that part from others within the tokens that the last block's hash covers
-    if not wrong:
-        return
-    first = wrong[0]
-    words = (
-        f"{len(wrong)} of {counted(len(figures.comparisons), 'probe')}; first {first.reported} tokens were reported "
-        f"and {first.predicted} were expected from the events"
-    )
-    place = f"probe {first.path.probe.name!r}"
-    hits = [each for each in figures.comparisons if each.predicted]
-    if hits and all(each.predicted - each.reported == block_size for each in hits):
-        words += ": always one block less, as with speculative decoding, which computes the last cached block again"
-        yield warning(Kind.CACHED_TOKENS_DIFFER, place, words)
-    elif hits and not any(each.reported for each in hits):
-        words += ": no block of the events is reused"
-        yield fault(Kind.CACHED_TOKENS_DIFFER, place, words, CACHING_OPTION)
-    elif all(0 < each.reported - each.predicted < block_size for each in wrong):
-        words += ": the engine reuses parts of blocks"
-        yield warning(Kind.CACHED_TOKENS_DIFFER, place, words)
-    else:
-        yield fault(Kind.CACHED_TOKENS_DIFFER, place, words)
-
-
-def _sent_before(path: ExpectedPath, paths: Sequence[ExpectedPath]) -> bool:
-    """Return whether the whole prompt was sent in an earlier probe of the same domain and rank."""
-    mine = (path.probe.salt, path.probe.lora, path.probe.rank)
-    return any(
-        before.number < path.number
-        and (before.probe.salt, before.probe.lora, before.probe.rank) == mine
-        and before.probe.tokens[: len(path.probe.tokens)] == path.probe.tokens
-        for before in paths
-    )
+def announcements(paths: Sequence[ExpectedPath], views: Mapping[int, RouterView]) -> list[Announcement]:
+    """Return in which rank's events each probe came whose blocks no other had sent; the views are complete."""
+    found, known = [], set[int]()
+    for path in paths:
+        fresh = next((name for name in path.names if name not in known), None)
+        known.update(path.names)
+        served_by = next(iter(views), 0) if path.probe.rank is None else path.probe.rank
+        if fresh is None or (path.probe.rank is None and len(views) > 1):
+            continue
+        holders = [rank for rank, view in views.items() if fresh in view.ever]
+        others = tuple(f"rank {rank}" for rank in holders if rank != served_by)
+        found.append(Announcement(served_by in holders, others, 0, path.probe.domain, path.number))
+    return found

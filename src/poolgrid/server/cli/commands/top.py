@@ -46,7 +46,7 @@ from poolgrid.kernel.wire.answers import (
 from poolgrid.server.cli.command_line import command, router_url
 from poolgrid.server.cli.doctor_view import uncached_line
 from poolgrid.server.cli.router_client import KEY_NOTE, api_key_headers, found_url, key_hint, other_url_of
-from poolgrid.server.diagnosis.rules import Cause
+from poolgrid.server.diagnosis.causes import Cause
 from poolgrid.server.process import lifecycle
 from poolgrid.server.process.figures import UNKNOWN, counted, milliseconds, number, percent, size
 from poolgrid.server.process.terminal_table import Heading, TerminalTable, terminal
