@@ -4,7 +4,7 @@ Rules
     1. A prompt that begins with all tokens of an earlier prompt and of its complete answer, and has more behind them,
        continues that turn's session. The longest such turn decides. So does one that begins with the prompt alone, as
        histories leave out reasoning or are rewritten, if that turn is its session's latest, is over, and no other
-       session has had the same prompt.
+       session has had the same prompt. The last two tokens need not be there if the new prompt ends with them, too.
     2. If the session has continued from that turn already, the prompt is an edit, and continues the session if nothing
        of it runs. Otherwise it is a fork: a session of its own whose parent is known. If the turn that runs continues
        the same turn, both are children: what continues it is a session of its own, and the next turn of the parent
@@ -48,6 +48,9 @@ ECHOES_HEARD_MIN: Final = 3
 
 SAME_ECHO_MAX: Final = 4
 """Answers with the same words; a phrase that more have says nothing, and the oldest goes."""
+
+HEADER_TOKENS: Final = 2
+"""Which templates of reasoning models put behind a prompt only while its answer is generated: ``<think>``, newline."""
 
 STRIDE: Final = 16
 """Blocks between two anchors."""
@@ -327,7 +330,15 @@ class Lineage:
         for session in snapshot.sessions:
             for tail in session.tails:
                 name, tenant, parent = session.name, session.tenant, session.parent
-                of = SessionTurn(name, tenant, parent, tail=tail.tail, anchor=tail.anchor, residual=tail.residual)
+                of = SessionTurn(
+                    name,
+                    tenant,
+                    parent,
+                    tail=tail.tail,
+                    anchor=tail.anchor,
+                    residual=tail.residual,
+                    stem=tail.stem,
+                )
                 self.begin(tail.request_id, of, tail.isl)
                 if tail.total:
                     self.end(tail.request_id, tail.total, tail.digest, tail.echoes)
@@ -428,12 +439,25 @@ def _match(behind: Sequence[Known], token_ids: bytes, begin: int) -> tuple[list[
         total, isl = known.total, known.isl
         if isl < total < tokens and total >= longest and _repeats(token_ids, begin, total, known.digest, digests):
             ends, longest = [*ends, known] if total == longest else [known], total
-        if most <= isl <= tokens and _repeats(token_ids, begin, isl, known.turn.residual, digests):
+        if most > isl:
+            continue
+        if isl <= tokens and _repeats(token_ids, begin, isl, known.turn.residual, digests):
             if isl == tokens:
                 equal.append(known)
-            else:
-                begun, most = [*begun, known] if isl == most else [known], isl
+                continue
+        elif isl - HEADER_TOKENS >= tokens or not known.turn.stem or known.turn.stem != stem_of(token_ids, begin, isl):
+            continue
+        begun, most = [*begun, known] if isl == most else [known], isl
     return equal, ends, begun
+
+
+def stem_of(token_ids: bytes, begin: int, isl: int) -> int:
+    """Return the stem of a prompt with so many tokens; 0 if it has none behind token ``begin``."""
+    end = isl - HEADER_TOKENS
+    if end < begin:
+        return 0
+    seed = int.from_bytes(token_ids[-TOKEN_BYTES * HEADER_TOKENS :], "little")
+    return xxh3_64_intdigest(token_ids[TOKEN_BYTES * begin : TOKEN_BYTES * end], seed)
 
 
 def _repeats(token_ids: bytes, begin: int, end: int, digest: int, digests: dict[int, int]) -> bool:
