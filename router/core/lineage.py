@@ -25,7 +25,7 @@ Rules
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -133,9 +133,9 @@ class Lineage:
                 for known in reversed(behind):
                     if known.turn.tenant == tenant and answer_key(known.request_id) == answer:
                         return self._after(known)
-        found, near = self._by_beginning(tenant, path, token_ids, block_size)
+        found = self._by_beginning(tenant, path, token_ids, block_size)
         if not found.session and self._echoes and path:
-            found = self._by_echoes(tenant, path, token_ids, found.parent, near) or found
+            found = self._by_echoes(tenant, path, token_ids, found.parent) or found
         return found
 
     def latest(self, tenant: int, session: str) -> Known | None:
@@ -154,22 +154,18 @@ class Lineage:
                         yield place, behind
                 end = first
 
-    def _by_beginning(
-        self, tenant: int, path: Sequence[int], token_ids: bytes, block_size: int
-    ) -> tuple[Found, set[str]]:
-        """Return what a prompt is to the turns that it begins with, and the sessions of turns that it nearly does."""
+    def _by_beginning(self, tenant: int, path: Sequence[int], token_ids: bytes, block_size: int) -> Found:
+        """Return what a prompt is to the turns that it begins with."""
         equal: list[Known] = []
-        near: set[str] = set()
         for place, behind in self._turns_in(path):
             own = [known for known in behind if known.turn.tenant == tenant]
             same, answered, begun = _match(own, token_ids, (place + 1) * block_size)
             equal += same
             if answered or begun:
                 if equal:
-                    return self._again(equal, answered or begun), near
-                return self._after_answer(answered) if answered else self._after_prompt(begun), near
-            near.update(known.turn.session for known in own)
-        return (self._again(equal, ()) if equal else NOTHING), near
+                    return self._again(equal, answered or begun)
+                return self._after_answer(answered) if answered else self._after_prompt(begun)
+        return self._again(equal, ()) if equal else NOTHING
 
     def _again(self, equal: Sequence[Known], before: Sequence[Known]) -> Found:
         """Return what a prompt is that earlier ones equal; ``before`` are the turns that it continues."""
@@ -236,9 +232,7 @@ class Lineage:
             if _has_same_prompt(each, known) and each.turn.session == known.turn.session
         ]
 
-    def _by_echoes(
-        self, tenant: int, path: Sequence[int], token_ids: bytes, parent: str, near: Collection[str]
-    ) -> Found | None:
+    def _by_echoes(self, tenant: int, path: Sequence[int], token_ids: bytes, parent: str) -> Found | None:
         """Return the session whose latest answer stands in a prompt; ``None`` if it is none, or any of several."""
         heard: dict[Known, int] = {}
         for echo in heard_in(token_ids, path):
@@ -253,10 +247,7 @@ class Lineage:
             and not known.is_twin
             and not known.branches
             and self._is_idle(known)
-            and (
-                known.turn.session == parent
-                or (count >= ECHOES_HEARD_MIN and (tokens < known.isl or known.turn.session in near))
-            )
+            and (known.turn.session == parent or (count >= ECHOES_HEARD_MIN and tokens < known.isl))
         }
         return Found(sessions.pop()) if len(sessions) == 1 else None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from poolgrid.router.core.echoes import echoes_of
@@ -124,7 +124,7 @@ def templates_that_begin_the_reasoning(pool: Pool) -> None:
         asked = pool.ask([*chat(*said), THINK, 99])
         sessions.append(asked.session)
         said += [visible(asked.ends(reasoned(f"answer {turn}")[2:])), words(turn, 20 + turn)]
-    assert len(set(sessions)) <= 12, "where these two tokens are not behind the last whole block, it is another one"
+    assert len(set(sessions)) <= 12, "if a block ends with these tokens, the next turn begins a session"
 
 
 def trimmed_answers(pool: Pool) -> None:
@@ -352,6 +352,7 @@ Action = st.sampled_from(["next", "next", "next", "stripped", "retry", "edit", "
 
 
 @settings(max_examples=150, deadline=None)
+@example([(0, "next", 0), (0, "next", 0), (0, "leave", 0), *[(1, "next", 0)] * 2, (1, "compact", 0)], 2, True)
 @given(
     st.lists(st.tuples(st.integers(0, 5), Action, st.integers(0, 3)), min_size=1, max_size=60),
     st.integers(1, 3),
