@@ -34,14 +34,15 @@ from poolgrid.kernel.decision.stage_plan import (
 )
 from poolgrid.kernel.requests.inference import InferenceRequest
 from poolgrid.kernel.requests.legs import LegPlan
-from poolgrid.kernel.routing.engine_backlog import ENOUGH_TO_COMPUTE, waits_too_long, with_enough
 from poolgrid.kernel.routing.inputs import TurnOffered, WorkerWanted
 from poolgrid.kernel.routing.router_state import RouterState
 from poolgrid.kernel.routing.selector import PROMPT_STAGES, NoWorker, Planner, PolicyFailed
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES
 from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.kernel.wire.sessions import TurnPlace
 from poolgrid.kernel.wire.tasks import stage_of
 from poolgrid.server.process.clock import Clock
+from poolgrid.server.router.engine_backlog import ENOUGH_TO_COMPUTE, waits_too_long, with_enough
 from poolgrid.server.router.fleet_links import FleetLinks
 from poolgrid.server.router.placement import LocalRequest, Placement, PlacementFailure
 from poolgrid.server.router.session_naming import SessionNaming
@@ -261,9 +262,15 @@ class Chooser:
         found = self._state.offer(
             TurnOffered(wanted.request, wanted.path, now_ms, wanted.time_ms, wanted.roles, waited_ms, is_behind)
         )
+        routed.displaced += found.displaced
         if found.admitted and found.crowded:
             routed.crowded = dict.fromkeys(found.crowded, CROWDED)
         return found.admitted
+
+    def place_of(self, routed: LocalRequest, decision: Decision) -> TurnPlace:
+        """Return what a turn takes of the working set where it is sent, for the other routers of the pool."""
+        card = self._projection.fleet.workers[decision.worker].card
+        return self._state.sessions.place_of(decision, card, routed.path, routed.displaced)
 
     @property
     def place_changes(self) -> int:

@@ -138,7 +138,7 @@ class JournalApplier:
         if self._loading is not None:
             if not self._loading.step(LOAD_STEP_BLOCKS):
                 loaded, self._loading = self._loading, None
-                self._state.adopt(SnapshotArrived(loaded, self._clock.monotonic_ms()))
+                self._state.adopt(SnapshotArrived(loaded, self._clock.monotonic_ms(), self._clock.wall_ms()))
                 self._replaced = loaded
                 self._note_level()
                 self._on_applied()

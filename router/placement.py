@@ -16,6 +16,7 @@ from poolgrid.kernel.projection.lineage import Known
 from poolgrid.kernel.requests.legs import Dispatch
 from poolgrid.kernel.requests.trace_record import SpanRecord, Value
 from poolgrid.kernel.routing.selector import NoWorker, PolicyFailed
+from poolgrid.kernel.routing.working_set import SessionKey
 from poolgrid.kernel.wire.identifiers import STAGE_WORD, Stage, WorkerKey
 from poolgrid.server.serving.fair_queue import QueuedRequest
 from poolgrid.server.serving.request_tracker import RoutedRequest
@@ -50,6 +51,8 @@ class LocalRequest(RoutedRequest, eq=False):
     """Its place in the queue, while it waits."""
     crowded: Mapping[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that it must leave alone while others can serve it: it would evict sessions there."""
+    displaced: tuple[SessionKey, ...] = ()
+    """Sessions that have lost their places to it."""
     has_place: bool = False
     """Whether it has waited for room in the pool's working set, and has it: it does not wait for engines too, where
     turns of other sessions would pass it."""

@@ -287,8 +287,9 @@ class RouterService:
         if trace is not None:
             trace.close(queue_span(machine.request.request_id))
             tell_decision(trace.add("choose", began_ms), decision)
-        if has_prompt and machine.request.session.keep_ms:
-            self.chooser.naming.placed(machine.request, self.projection.fleet.workers[decision.worker].card)
+        if machine.request.turn is not None:
+            place = self.chooser.place_of(routed, decision) if has_prompt else None
+            self.chooser.naming.placed(machine.request, self.projection.fleet.workers[decision.worker].card, place)
         dispatch: Dispatch | None
         if machine.request.carrier is not None:
             endpoint = self.projection.fleet.workers[decision.worker].card.request_endpoint

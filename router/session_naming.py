@@ -8,13 +8,14 @@ from typing import Final
 import msgspec
 
 from poolgrid.kernel.consolidation.session_table import IDLE_MAX_MS
-from poolgrid.kernel.projection.lineage import Known, anchor_of, digest_of
+from poolgrid.kernel.projection.echoes import echoes_of
+from poolgrid.kernel.projection.lineage import Known, anchor_of, digest_of, stem_of
 from poolgrid.kernel.projection.projection import Projection
 from poolgrid.kernel.requests.inference import InferenceRequest
 from poolgrid.kernel.wire.card import WorkerCard
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES, stable_u64
 from poolgrid.kernel.wire.requests import FinishReason
-from poolgrid.kernel.wire.sessions import SessionTurn, TurnAnswer, TurnEnding, tenant_key
+from poolgrid.kernel.wire.sessions import SessionTurn, TurnAnswer, TurnEnding, TurnPlace, tenant_key
 
 COMPLETE: Final = (FinishReason.STOP, FinishReason.LENGTH)
 """How an answer ends that a later prompt repeats."""
@@ -51,12 +52,13 @@ class SessionNaming:
         if not hint.name and not hint.keep_ms and len(request.token_ids) <= TOKEN_BYTES * SHORT_TOKENS:
             return None
         tenant = tenant_key(request.tenant) if request.tenant else 0
-        name, parent, anchor, residual, return_ms = hint.name, hint.parent, 0, 0, 0
+        name, parent, sibling, anchor, residual, stem, return_ms = hint.name, hint.parent, "", 0, 0, 0, 0
         if not name and path:
             token_ids = request.token_ids
-            name, parent = self._lineage.find(tenant, path, token_ids, block_size, hint.answer)
-            anchor = anchor_of(path)
-            residual = digest_of(token_ids, len(path) * block_size, len(token_ids) // TOKEN_BYTES)
+            name, parent, sibling = self._lineage.find(tenant, path, token_ids, block_size, hint.answer)
+            anchor, begin = anchor_of(path), len(path) * block_size
+            stem = stem_of(token_ids, begin, len(token_ids) // TOKEN_BYTES)
+            residual = digest_of(token_ids, begin, len(token_ids) // TOKEN_BYTES)
         if not name:
             # As no client can choose one, of which it would have to know the hash's seed.
             name = f"l{stable_u64(request.request_id, 1):016x}"
@@ -65,7 +67,9 @@ class SessionNaming:
             gap = session.gaps[AFTER_TOOL] if session.gaps[AFTER_TOOL].count else self._sessions.gaps[AFTER_TOOL]
             return_ms = gap.limit_ms if gap.limit_ms <= RETURN_MAX_MS else 0
         tail = path[-1] if path else 0
-        turn = SessionTurn(name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms)
+        turn = SessionTurn(
+            name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms, sibling=sibling, stem=stem
+        )
         return self._keeping(turn, request, path) if request.kept_tokens_max and request.retention is None else turn
 
     def follows(self, request: InferenceRequest) -> Known | None:
@@ -106,11 +110,16 @@ class SessionNaming:
         return known is not None and known.request_id == request_id
 
     @staticmethod
-    def placed(request: InferenceRequest, card: WorkerCard) -> None:
-        """Keep nothing of a turn on a worker whose engine cannot: its client is told what was kept."""
+    def placed(request: InferenceRequest, card: WorkerCard, place: TurnPlace | None) -> None:
+        """Note the place of a turn, and keep nothing of one on a worker whose engine cannot: its client is told what
+        was kept."""
         turn = request.turn
-        if turn is not None and turn.keep_tokens and not card.takes_retention:
-            request.turn = msgspec.structs.replace(turn, keep_ms=0, keep_tokens=0, repeats=0)
+        if turn is None:
+            return
+        if place is not None and turn.keep_tokens and not card.takes_retention:
+            request.turn = msgspec.structs.replace(turn, keep_ms=0, keep_tokens=0, repeats=0, place=place)
+        elif turn.place is not place:
+            request.turn = msgspec.structs.replace(turn, place=place)
 
     def is_later(self, turn: SessionTurn | None) -> bool | None:
         """Return whether a turn continues another of its session, or of its parent; ``None`` = no turn is known."""
@@ -134,5 +143,6 @@ class SessionNaming:
         begin = len(path) * block_size
         total = (len(request.token_ids) + len(output)) // TOKEN_BYTES
         digest = digest_of(request.token_ids[TOKEN_BYTES * begin :] + output, 0, total - begin)
-        self._lineage.end(request.request_id, total, digest)
-        return TurnAnswer(request.request_id, turn.tenant, turn.session, total, digest)
+        echoes = echoes_of(bytes(output), request.token_ids, path)
+        self._lineage.end(request.request_id, total, digest, echoes)
+        return TurnAnswer(request.request_id, turn.tenant, turn.session, total, digest, echoes)

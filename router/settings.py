@@ -116,7 +116,7 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
     session_admission: bool = Field(
         False,
         description=(
-            "Let turns of agents wait in this router while KV caches are full of other sessions: for one router whose "
+            "Let turns of agents wait in this router while KV caches are full of other sessions: for pools whose "
             "agents do not fit."
         ),
     )

@@ -123,7 +123,8 @@ class Comparison:
             self._sessions = {(plan.level, plan.seed): sessions}
         records = self._output / _name(plan) / "records.json"
         header = SESSION_HEADER if LEVELS[plan.level].sends_ids else ""
-        spec = LoadSpec(router.url, MODEL, sessions, seconds, seconds / 2, str(records), header)
+        sends = LEVELS[plan.level].sends
+        spec = LoadSpec(router.url, MODEL, sessions, seconds, seconds / 2, str(records), header, sends)
         file = records.with_name("load.json")
         file.write_bytes(msgspec.json.encode(spec))
         load = subprocess.Popen([sys.executable, "-m", "lab.comparison.load", str(file)])

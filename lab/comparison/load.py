@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from lab.comparison.traffic import Session
+from lab.comparison.traffic import CANNED, HALVES, Session
 from poolgrid.plugins.bench.client import BenchExchange
 from poolgrid.server.http.http_client import HttpClient, HttpTarget, RequestFailed
 from poolgrid.server.process.clock import SystemClock
@@ -39,6 +39,7 @@ class LoadSpec(msgspec.Struct):
     records: str
     session_header: str = ""
     """Names the session in each request; empty = none does."""
+    sends: str = CANNED
 
 
 class Record(msgspec.Struct):
@@ -95,10 +96,13 @@ class Player:
             messages.append({"role": "user", "content": turn.user})
             record = Record(number, at, round(at_s, 3), turn.answer_tokens)
             self.records.append(record)
-            await self._ask(messages, record, headers)
-            messages.append({"role": "assistant", "content": turn.answer})
+            text = await self._ask(messages, record, headers)
+            half = len(text) // 2 if self._spec.sends == HALVES else 0
+            answer = turn.answer if self._spec.sends == CANNED else text[half:]
+            messages.append({"role": "assistant", "content": answer})
 
-    async def _ask(self, messages: list[dict[str, str]], record: Record, headers: list[str]) -> None:
+    async def _ask(self, messages: list[dict[str, str]], record: Record, headers: list[str]) -> str:
+        """Return the answer; empty if there is none."""
         body = {
             "model": self._spec.model,
             "messages": messages,
@@ -120,7 +124,7 @@ class Player:
                 if exchange.status != 429 or attempt == RETRIES:
                     record.fault = str(error)[:300]
                     record.e2e_ms = self._clock.monotonic_ms() - began_ms
-                    return
+                    return ""
                 attempt += 1
                 await asyncio.sleep(float(exchange.retry_after or 1))
             else:
@@ -128,7 +132,7 @@ class Player:
         usage, first_ms = exchange.usage, exchange.first_ms
         if usage is None or first_ms is None:
             record.fault = "the answer has no usage" if usage is None else "the answer has no text"
-            return
+            return exchange.text
         record.ttft_ms = first_ms - began_ms
         record.e2e_ms = exchange.finished_ms - began_ms
         record.tpot_ms = (exchange.last_ms - first_ms) / max(1, usage.completion_tokens - 1)
@@ -139,6 +143,7 @@ class Player:
         record.worker = exchange.worker or ""
         wrong = usage.completion_tokens != record.asked_tokens
         record.fault = f"{usage.completion_tokens} tokens came" if wrong else ""
+        return exchange.text
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 """Seeded traffic of conversations, the same for every router: histories hold canned answers, so prompts are equal.
 
+Two levels send what was generated: whole, as most clients do, or the second half, as clients without the reasoning do.
+
 Rules
     1. Sessions arrive as a Poisson process; each asks its turns one after the other and thinks between them.
     2. Sessions share system prompts; few of these are frequent (Zipf), as in a deployment of some applications.
@@ -44,6 +46,9 @@ class Session(msgspec.Struct):
     turns: list[Turn]
 
 
+CANNED, GENERATED, HALVES = "canned", "generated", "halves"
+
+
 class Level(NamedTuple):
     """What a load is like."""
 
@@ -53,6 +58,8 @@ class Level(NamedTuple):
     """Share of sessions that are agents: long prompts, tool outputs, short pauses. The rest are chats."""
     kv_share: float = 1.0
     """Share of the engine's KV cache that there is."""
+    sends: str = CANNED
+    """What histories hold as answers."""
     sends_ids: bool = False
     """Whether requests name their session in a header, for routers that keep sessions by it."""
     kind: str = ""
@@ -70,6 +77,8 @@ LEVELS = {
     "agents": Level(0.9, 1.0),
     "full": Level(0.5, 1.0, kv_share=0.3),
     "full-ids": Level(0.5, 1.0, kv_share=0.3, sends_ids=True),
+    "full-generated": Level(0.5, 1.0, kv_share=0.3, sends=GENERATED),
+    "full-halves": Level(0.5, 1.0, kv_share=0.3, sends=HALVES),
     "crowd": Level(0.9, 1.0, kv_share=0.3),
     "crowd-ids": Level(0.9, 1.0, kv_share=0.3, sends_ids=True),
     "tight": Level(0.3, 0.0, kv_share=0.25, sends_ids=True, kind="coding"),
@@ -114,7 +123,7 @@ class Traffic:
     def sessions(self, level: str, seed: int, seconds: float, engines: int) -> list[Session]:
         """Return the sessions that arrive within ``seconds``, in order."""
         shape = LEVELS[level]
-        level = level.removesuffix("-ids")  # the same sessions, named
+        level = level.partition("-")[0]  # the same sessions, sent otherwise
         draw = random.Random(f"{level}/{seed}")
         systems = {
             kind: [self._words(f"{level}/{seed}/system/{name}/{at}", draw, kind.system) for at in range(kind.systems)]

@@ -68,7 +68,7 @@ COMPRESSION_LEVEL = 1
 WINDOW_BITS, MEMORY_LEVEL = 12, 5
 """Most columns have some hundreds of bytes: the tables of zlib's usual window take twice their time to prepare."""
 
-INPUTS_VERSION = 12
+INPUTS_VERSION = 13
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
 
 A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
@@ -198,6 +198,7 @@ class SnapshotLoaded(JournalEntry, frozen=True):
 
     offset: int
     now_ms: float
+    time_ms: int = 0
 
 
 class RecordsApplied(JournalEntry, frozen=True):
@@ -505,8 +506,8 @@ def kept(given: Input, came: Decision | Admission | None) -> Kept:
         case TurnOffered():
             assert isinstance(came, Admission), "each offer is answered"
             return Judged(given, came)
-        case SnapshotArrived(load, now_ms):
-            return SnapshotLoaded(load.next_offset, now_ms)
+        case SnapshotArrived(load, now_ms, time_ms):
+            return SnapshotLoaded(load.next_offset, now_ms, time_ms)
         case _:
             return given
 
@@ -609,8 +610,8 @@ class InputReader:
         match entry:
             case RecordsApplied():
                 return self._records(entry, projection.next_offset)
-            case SnapshotLoaded(offset, now_ms):
-                return self.snapshot(offset, now_ms, projection)
+            case SnapshotLoaded(offset, now_ms, time_ms):
+                return self.snapshot(offset, now_ms, projection, time_ms)
             case DecisionMade():
                 return wanted_of(entry, workers)
             case TurnJudged():
@@ -646,7 +647,7 @@ class InputReader:
             case _:
                 assert_never(entry)
 
-    def snapshot(self, offset: int, now_ms: float, projection: Projection) -> SnapshotArrived:
+    def snapshot(self, offset: int, now_ms: float, projection: Projection, time_ms: int = 0) -> SnapshotArrived:
         """Return the pool's state before a record; raises ``NotKept`` or ``PoolJournalTooShort``."""
         if offset and offset < self._reaches_back:
             raise PoolJournalTooShort(
@@ -656,7 +657,7 @@ class InputReader:
         load = projection.begin_load(frozen.offset, frozen.states(), frozen.visible_chains(), frozen.sessions)
         while load.step(LOAD_STEP_BLOCKS):
             pass
-        return SnapshotArrived(load, now_ms)
+        return SnapshotArrived(load, now_ms, time_ms)
 
     def _records(self, entry: RecordsApplied, first: int) -> RecordsArrived:
         records = [self._record(offset) for offset in range(first, entry.to_offset)]

@@ -24,7 +24,7 @@ def test_every_router_gets_the_same_sessions_of_a_seed(level: str) -> None:
     once, again = (traffic(0.1).sessions(level, 3, 10.0, 4) for _ in range(2))
 
     assert once == again
-    assert once == traffic(0.1).sessions(level.removesuffix("-ids"), 3, 10.0, 4)
+    assert once == traffic(0.1).sessions(level.partition("-")[0], 3, 10.0, 4)
     assert once != traffic(0.1).sessions(level, 4, 10.0, 4)
     assert [each.at_s for each in once] == sorted(each.at_s for each in once)
 

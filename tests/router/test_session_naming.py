@@ -13,7 +13,7 @@ from poolgrid.kernel.projection.projection import Projection
 from poolgrid.kernel.requests.inference import SessionHint
 from poolgrid.kernel.wire.events import RequestFinished, TurnBegan
 from poolgrid.kernel.wire.requests import KvRetention
-from poolgrid.kernel.wire.sessions import SessionTurn, tenant_key
+from poolgrid.kernel.wire.sessions import SessionTurn, TurnPlace, tenant_key
 from poolgrid.server.router.session_naming import RETURN_MAX_MS, SHORT_TOKENS, SessionNaming
 from tests.consolidator.test_kept_prompts import begin
 from tests.consolidator.test_session_table import record, turn
@@ -165,8 +165,9 @@ def test_the_turns_of_one_conversation_are_kept_one_in_the_other() -> None:
 def test_on_an_engine_without_retention_nothing_is_kept(takes_retention: bool) -> None:
     request = like(REQUEST)
     request.turn = SessionTurn("s", return_ms=5, keep_ms=300_000, keep_tokens=64)
-    SessionNaming.placed(request, make_card(takes_retention=takes_retention))
+    place = TurnPlace(common=3, prefix=9)
+    SessionNaming.placed(request, make_card(takes_retention=takes_retention), place)
 
     assert request.turn == SessionTurn(
-        "s", return_ms=5, keep_ms=300_000 * takes_retention, keep_tokens=64 * takes_retention
+        "s", return_ms=5, keep_ms=300_000 * takes_retention, keep_tokens=64 * takes_retention, place=place
     )

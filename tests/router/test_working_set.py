@@ -41,14 +41,15 @@ def restarted() -> WorkingSet:
     """Two sessions are back after a restart of the router, with all that their worker still holds of them."""
     places = one_worker()
     for number, name in enumerate(("one", "two"), start=1):
-        places.begin(turn(name), A, range(BLOCKS * number, BLOCKS * number + 400), 390, 0.0)
+        places.begin(turn(name), A, 390, BLOCKS * number + 389, 0.0)
         places.end((1, name), None, 0.0)
     return places
 
 
 def run(places: WorkingSet, given: OfferedTurn, now_ms: float = 0.0, worker: WorkerKey = A, overlap: int = 0) -> None:
     """Have a turn run, and be over at once."""
-    places.begin(given, worker, list(range(given.blocks)), overlap, now_ms)
+    prefix = places.shared_prefix(given, worker, max(0, overlap - 1))
+    places.begin(given, worker, overlap, prefix, now_ms)
     places.end(given.session, None, now_ms)
 
 
@@ -184,7 +185,7 @@ def test_idle_sessions_of_a_lower_priority_give_way() -> None:
 
 def test_a_running_session_never_gives_way() -> None:
     places = one_worker()
-    places.begin(turn("low", 900), A, [], 0, 0.0)
+    places.begin(turn("low", 900), A, 0, 0, 0.0)
 
     assert not offer(places, turn("urgent", 400, priority=1), AGE_MS, AGE_MS).admitted
 
@@ -255,7 +256,7 @@ def test_a_subagent_goes_on_while_its_parent_has_its_place() -> None:
 
     assert offer(places, turn("child", 900, parent="parent"), held=850).admitted
     assert not offer(places, turn("stranger", 900), held=0).admitted
-    places.begin(turn("child", 900, parent="parent"), A, list(range(900)), 850, 5000.0)
+    places.begin(turn("child", 900, parent="parent"), A, 850, 0, 5000.0)
     places.end((1, "child"), 920, 9000.0)
     assert offer(places, turn("parent", 940), 9000.0 + LEASE_START_MS / 2).admitted
     assert has_place(places, "parent"), "its lease began again when its subagent answered"
@@ -302,7 +303,7 @@ def test_requests_that_nothing_follows_hold_no_place_once_they_are_over() -> Non
 
 def test_a_worker_that_left_holds_nothing() -> None:
     places = one_worker()
-    places.begin(turn("one", 900), A, [], 0, 0.0)
+    places.begin(turn("one", 900), A, 0, 0, 0.0)
     places.leave(A)
     places.end((1, "one"), None, 1.0)
     places.know(A, BLOCKS, REFILL_MS)
@@ -358,7 +359,7 @@ def test_places_add_up_to_what_members_hold_and_newcomers_never_overfill(deeds: 
             others = places._rooms[worker].used
             is_small = blocks <= SMALL_SHARE * BLOCKS
             assert was_resident or is_small or others + min(blocks, FILL_MAX * BLOCKS) <= FILL_MAX * BLOCKS + 1
-            places.begin(given, worker, [], 0, now_ms)
+            places.begin(given, worker, 0, 0, now_ms)
             running.append(given.session)
     for worker in (A, B):
         members = [*places._running.values(), *places._idle.values()]
@@ -379,7 +380,7 @@ def test_the_fewest_sessions_give_way(is_aged: bool) -> None:
     for name in ("one", "two"):
         run(places, turn(name, 450), worker=A)
     run(places, turn("three", 900), worker=B)
-    places.begin(turn("running", 1), B, [], 0, 0.0)
+    places.begin(turn("running", 1), B, 0, 0, 0.0)
 
     now_ms = LEASE_START_MS / 2
     found = places.offer(turn("urgent", 800, priority=not is_aged), (A, B), 0, 0, now_ms, 0.0)

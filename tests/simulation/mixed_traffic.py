@@ -11,7 +11,7 @@ from poolgrid.kernel.wire.events import PrefillCompleted, RequestFinished
 from poolgrid.plugins.simulated.core.engine import Fact, SimulatedLimits
 from poolgrid.plugins.simulation.agents import PREFIX_TOKENS
 from poolgrid.plugins.simulation.mixed_traffic import SINGLE_KINDS, MixedDraws, MixedWorkload
-from poolgrid.plugins.simulation.pool import SimulatedPool
+from poolgrid.plugins.simulation.pool import RouterFleet, SimulatedPool
 from poolgrid.plugins.simulation.session_line import line_of
 from poolgrid.plugins.simulation.workload import SimulatedRequest
 from tests.simulation.slow_prefill import SCALE, SlowPrefill
@@ -50,7 +50,7 @@ def blocks_of_worker(traffic: MixedWorkload, pressure: float) -> int:
     return int(needed / pressure / WORKERS / BLOCK)
 
 
-def play(traffic: MixedWorkload, policy: Policy, pressure: float, admission: str = "") -> Outcome:
+def play(traffic: MixedWorkload, policy: Policy, pressure: float, admission: str = "", routers: int = 1) -> Outcome:
     arrived: dict[str, SimulatedRequest] = {}
     ttft_s: dict[str, float] = {}
     ended_ms: dict[str, float] = {}
@@ -67,7 +67,8 @@ def play(traffic: MixedWorkload, policy: Policy, pressure: float, admission: str
 
     limits = SimulatedLimits(BLOCK, blocks_of_worker(traffic, pressure), 0, 256, 512, traffic.longest + 1, 10**6)
     line = line_of(admission, BLOCK)
-    pool = SimulatedPool(traffic, policy, WORKERS, limits, SlowPrefill(), on_fact=note, line=line)
+    fleet = RouterFleet(routers)
+    pool = SimulatedPool(traffic, policy, WORKERS, limits, SlowPrefill(), on_fact=note, routers=fleet, line=line)
     result = pool.run()
     in_time = [request_id for request_id, at_ms in ended_ms.items() if at_ms <= traffic.duration_ms]
     later = [ttft_s[each] for each in ttft_s if each.startswith("agent") and arrived[each].turn]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from random import Random
 
 from poolgrid.kernel.index.prefix_index import PrefixIndex
 from poolgrid.kernel.projection.load_ledger import LoadLedger
 from poolgrid.kernel.projection.projection import Projection
 from poolgrid.kernel.requests.inference import InferenceRequest
-from poolgrid.kernel.wire.hashing import TOKEN_BYTES, pack_tokens, path_of, stable_u64
+from poolgrid.kernel.wire.hashing import TOKEN_BYTES, path_of
 from poolgrid.kernel.wire.requests import Generate
 from poolgrid.kernel.wire.sessions import SessionTurn
 from poolgrid.plugins.simulation.agent_workload import AgentArrivals, AgentWorkload
@@ -24,34 +26,45 @@ TWIN = " again"
 class Joins:
     """How the turns of agents were named."""
 
-    latest: dict[str, str] = field(default_factory=dict, repr=False)
-    """The last request of each session that lineage knows."""
+    owners: dict[str, str] = field(default_factory=dict, repr=False)
+    """The agent, or the one whose subagent it is, of each session that lineage knows."""
+    names: dict[str, set[str]] = field(default_factory=dict, repr=False)
+    """The sessions of each agent."""
     later: int = 0
     """Turns that continue another one: of the same agent, or of the one that it was forked from."""
     found: int = 0
     """Of these, those that joined a session or were taken for forks."""
     wrong: int = 0
-    """Turns that joined a session whose latest turn is not the one that they continue."""
+    """Turns that joined a stranger's session."""
 
-    def note(self, turn: SessionTurn, request_id: str, before: str) -> None:
-        """Note a turn that continues the request ``before``, if it continues any."""
-        latest = self.latest.get(turn.session)
-        self.later += bool(before)
-        self.found += latest is not None or bool(turn.parent)
-        self.wrong += latest is not None and latest != before
-        self.latest[turn.session] = request_id
+    def note(self, turn: SessionTurn, session: AgentSession, is_later: bool) -> None:
+        root, joined = session.parent_id or session.session_id, turn.session in self.owners
+        self.later += is_later
+        self.found += joined or bool(turn.parent)
+        self.wrong += self.owners.setdefault(turn.session, root) != root
+        self.names.setdefault(session.session_id, set()).add(turn.session)
+
+    @property
+    def names_per_agent(self) -> float:
+        return sum(map(len, self.names.values())) / len(self.names)
+
+
+class Sends(StrEnum):
+    """What clients send as the answers of earlier turns."""
+
+    GENERATED = "what was generated"
+    HALF = "half of it behind other words"
+    REWRITTEN = "something else"
 
 
 class NamelessArrivals:
     """Calls with real tokens, whose sessions have the names that lineage finds."""
 
-    def __init__(self, agents: AgentArrivals, joins: Joins) -> None:
+    def __init__(self, agents: AgentArrivals, joins: Joins, sends: Sends) -> None:
         self.look_ahead_ms = agents.look_ahead_ms
-        self._agents, self._joins = agents, joins
+        self._agents, self._joins, self._sends = agents, joins, sends
         self._naming = SessionNaming(Projection(PrefixIndex(), LoadLedger()), lambda: 0)
         self._said: dict[str, bytes] = {}
-        self._before: dict[str, str] = {}
-        """The last request of each agent."""
         self._running: dict[str, tuple[InferenceRequest, str, bytes]] = {}
 
     def next_ms(self) -> float:
@@ -71,8 +84,7 @@ class NamelessArrivals:
         asked = InferenceRequest(request.request_id, "m", prompt, request.generate.sampling)
         turn = asked.turn = self._naming.turn_of(asked, path, block_size)
         assert turn is not None
-        self._joins.note(turn, asked.request_id, self._before.get(agent, self._before.get(session.parent_id, "")))
-        self._before[agent] = asked.request_id
+        self._joins.note(turn, session, bool(request.turn or session.parent_id))
         self._naming.dispatched(asked)
         self._running[asked.request_id] = asked, agent, _tokens(f"{words} answers", call.output_tokens)
         generate = Generate(asked.request_id, prompt, asked.sampling)
@@ -81,7 +93,9 @@ class NamelessArrivals:
 
     def finished(self, request_id: str, now_ms: float) -> None:
         asked, agent, answer = self._running.pop(request_id)
-        self._said[agent] += answer
+        half = len(answer) // TOKEN_BYTES // 2 * TOKEN_BYTES
+        kept = {Sends.GENERATED: 0, Sends.HALF: half, Sends.REWRITTEN: len(answer)}[self._sends]
+        self._said[agent] += _tokens(f"{request_id} is rewritten", kept // TOKEN_BYTES) + answer[kept:]
         path = path_of(asked.token_ids, self._agents.block_size)
         self._naming.ended(asked, path, self._agents.block_size, answer, "stop")
         self._agents.finished(request_id, now_ms)
@@ -92,18 +106,19 @@ class NamelessAgents(AgentWorkload):
     """Agents as a workload; ``joins`` is filled while it is played."""
 
     joins: Joins = field(default_factory=Joins)
+    sends: Sends = Sends.GENERATED
 
     @classmethod
-    def of(cls, load: AgentWorkload) -> NamelessAgents:
-        return cls(*(getattr(load, each.name) for each in fields(load)))
+    def of(cls, load: AgentWorkload, sends: Sends = Sends.GENERATED) -> NamelessAgents:
+        return cls(**{each.name: getattr(load, each.name) for each in fields(load)}, sends=sends)
 
     def arrivals(self) -> NamelessArrivals:
-        return NamelessArrivals(AgentArrivals(self.plan, self.block_size), self.joins)
+        return NamelessArrivals(AgentArrivals(self.plan, self.block_size), self.joins, self.sends)
 
 
 def _tokens(words: str, count: int) -> bytes:
     """Return tokens that only equal words have."""
-    return pack_tokens([stable_u64(words) % 2**31]) * count
+    return Random(words).randbytes(TOKEN_BYTES * count)
 
 
 def twin_of(session: AgentSession) -> AgentSession:

@@ -71,6 +71,14 @@ def test_affinity_ends_with_a_pause(pause_ms: float, stays: bool, monkeypatch: p
     assert [each == "sticky" for each in reasons] == [False, stays]
 
 
+def test_two_routers_admit_by_one_working_set() -> None:
+    kv, ours = played("kv", 4.0), play(mixed_traffic(1), KvAware(), 4.0, "sessions", routers=2)
+
+    assert ours.reuse >= 1.25 * kv.reuse
+    assert ours.single_mean <= kv.single_mean
+    assert ours.agent_mean <= kv.agent_mean
+
+
 @pytest.mark.parametrize(("pressure", "gain"), [(1.0, 1.1), (4.0, 0.25)] if IS_LONG else [(4.0, 0.25)])
 def test_session_admission_slows_neither_single_requests_nor_agents(pressure: float, gain: float) -> None:
     kv, ours = played("kv", pressure), play(mixed_traffic(1), KvAware(), pressure, "sessions")

@@ -128,6 +128,7 @@ from poolgrid.kernel.wire.sessions import (
     Turn,
     TurnAnswer,
     TurnEnding,
+    TurnPlace,
 )
 from poolgrid.kernel.wire.tasks import EmbeddingTask, TaskResult, VisualTask
 from poolgrid.kernel.wire.trace_context import TraceContext
@@ -138,7 +139,8 @@ GOLDEN_FILE = Path(__file__).with_name("golden_frames.txt")
 
 CODECS: dict[str, Codec[Any]] = {name: value for name, value in vars(codec).items() if isinstance(value, Codec)}
 
-TURN = SessionTurn("s-1", U64_MAX, "s-0", True, U64_MAX, 5, 6, 900, 300_000, 96)
+PLACE = TurnPlace(3, U64_MAX, -1, 250, 600, ((7, "s-2"),))
+TURN = SessionTurn("s-1", U64_MAX, "s-0", True, U64_MAX, 5, 6, 900, 300_000, 96, 0, "r-0", PLACE, 8)
 
 SMALL_CARD = WorkerCard("tiny", Role.AGGREGATED, 16, WorkerLimits(8, 2048, 512, 4096), "tcp://127.0.0.1:40001")
 FULL_CARD = WorkerCard(
@@ -212,7 +214,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
         RequestFinished("r-1", "stop"),
     ),
     ("event_batch", "turn of a session"): _batch(
-        TurnBegan("r-1", 100, TURN), TurnEnded(TurnAnswer("r-1", U64_MAX, "s-1", 120, U64_MAX))
+        TurnBegan("r-1", 100, TURN), TurnEnded(TurnAnswer("r-1", U64_MAX, "s-1", 120, U64_MAX, (7, U64_MAX)))
     ),
     ("event_batch", "load reported"): _batch(LOAD),
     ("event_batch", "restatement of a cache"): _batch(SnapshotBegan(), SnapshotEnded()),
@@ -380,11 +382,14 @@ GOLDEN: dict[tuple[str, str], Any] = {
                     "stop",
                     TurnEnding.TOOL,
                     (Gap(2, 900, 300), Gap(), Gap()),
-                    (Footprint("w1", 0, 7, U64_MAX),),
-                    (Tail("r-1", 5, 4, 100, 3, 120, 7),),
+                    (Footprint("w1", 0, 7, U64_MAX, 3, 9),),
+                    (Tail("r-1", 5, 4, 100, 3, 120, 7, (8,), 9),),
+                    -1,
+                    True,
+                    900,
                 )
             ],
-            [Turn("r-1", U64_MAX, "s-1", "w1", 0, 5, 7, 96)],
+            [Turn("r-1", U64_MAX, "s-1", "w1", 0, 5, 7, 96, 3, 9)],
             (Gap(2, 900, 300), Gap(), Gap()),
             [KeptPrompt(U64_MAX, "s-1", 5, 96, 1_700_000_300_123)],
         ),

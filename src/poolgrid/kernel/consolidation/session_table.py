@@ -197,11 +197,11 @@ class _OnlyTurn(msgspec.Struct, eq=False, gc=False):
         request_id = request_of(turn.request_id)
         tails: tuple[Tail, ...] = ()
         if given.anchor:
-            total, digest = (0, 0) if self.answer is None else (self.answer.total, self.answer.digest)
-            tails = (Tail(request_id, given.tail, given.anchor, isl, given.residual, total, digest),)
+            tail, answer = _tail_of(request_id, given, isl), self.answer
+            tails = (tail if answer is None else _answered(tail, answer),)
         footprints: tuple[Footprint, ...] = ()
         if is_over and turn.blocks:
-            footprints = (Footprint(turn.worker_id, turn.dp_rank, turn.blocks, turn.tail),)
+            footprints = (_left_by(turn),)
         return SessionRecord(
             given.session,
             given.tenant,
@@ -217,6 +217,7 @@ class _OnlyTurn(msgspec.Struct, eq=False, gc=False):
             self.ending,
             footprints=footprints,
             tails=tails,
+            priority=0 if given.place is None else given.place.priority,
         )
 
 
@@ -369,6 +370,12 @@ class SessionTable:
         if dispatch_id in self._turns:
             self._withdraw(dispatch_id)
         turn = Turn(dispatch_id, given.tenant, given.session, record.worker_id, record.dp_rank, given.tail)
+        place = given.place
+        if place is not None:
+            turn.common, turn.prefix = place.common, place.prefix
+            for each in place.displaced:
+                if (lost := self._sessions.get(each)) is not None:
+                    lost.own().is_displaced = True
         entry = self._sessions.get(key)
         if entry is None:
             self._make_room(now_ms)
@@ -384,6 +391,9 @@ class SessionTable:
             for before in [each for each in entry.running if request_of(each) == request_id]:
                 self._withdraw(before)
         else:
+            if not session.running:
+                waited_ms = 0 if place is None else place.waited_ms
+                session.pause_ms = max(0, now_ms - waited_ms - session.last_ms)
             if session.ending and not session.running:
                 kind = TurnEnding.TOOL if given.after_tool else TurnEnding(session.ending)
                 self._learn_gap(session, kind, now_ms)
@@ -391,8 +401,15 @@ class SessionTable:
             session.turns += 1
             session.cached_tokens = 0
         if given.anchor and not (is_same and session.tails):
-            tail = Tail(request_id, given.tail, given.anchor, event.isl, given.residual)
-            session.tails = (*session.tails, tail)[-SESSION_TAILS_MAX:]
+            tail = _tail_of(request_id, given, event.isl)
+            # The answer before can be found by its echoes no more.
+            earlier = [_copy(each, echoes=()) if each.echoes else each for each in session.tails]
+            session.tails = (*earlier, tail)[-SESSION_TAILS_MAX:]
+        at = next(reversed(entry.running.values()), None) or next(iter(session.footprints), None)
+        if at is not None and (at.worker_id, at.dp_rank) == (turn.worker_id, turn.dp_rank):
+            turn.common, turn.prefix = at.common, at.prefix
+        if place is not None:
+            session.priority, session.is_displaced = place.priority, False
         if len(entry.running) >= RUNNING_MAX:
             self._withdraw(next(iter(entry.running)))
         self._run(entry, turn)
@@ -486,7 +503,7 @@ class SessionTable:
                     self._lift(key, (each.worker_id, each.dp_rank))
                 left = left[: SESSION_FOOTPRINTS_MAX - 1]
                 self._leave(key, worker)
-            session.footprints = (Footprint(*worker, turn.blocks, turn.tail), *left)
+            session.footprints = (_left_by(turn), *left)
         session.last_ms = now_ms
         session.running = running = max(0, session.running - 1)
         if request_of(turn.request_id) == session.request_id:
@@ -505,12 +522,7 @@ class SessionTable:
             if request_of(only.turn.request_id) == request_id:
                 only.answer = answer
             return
-        tails = [
-            Tail(request_id, each.tail, each.anchor, each.isl, each.residual, answer.total, answer.digest)
-            if each.request_id == request_id
-            else each
-            for each in entry.record.tails
-        ]
+        tails = [_answered(each, answer) if each.request_id == request_id else each for each in entry.record.tails]
         entry.own().tails = tuple(tails)
 
     def lost(self, record: JournalRecord, event: object) -> None:
@@ -633,6 +645,18 @@ class SessionTable:
         for prompt in snapshot.kept:
             self.kept.add(prompt)
         self.gaps = snapshot.gaps
+
+
+def _tail_of(request_id: str, turn: SessionTurn, isl: int) -> Tail:
+    return Tail(request_id, turn.tail, turn.anchor, isl, turn.residual, stem=turn.stem)
+
+
+def _left_by(turn: Turn) -> Footprint:
+    return Footprint(turn.worker_id, turn.dp_rank, turn.blocks, turn.tail, turn.common, turn.prefix)
+
+
+def _answered(tail: Tail, answer: TurnAnswer) -> Tail:
+    return _copy(tail, total=answer.total, digest=answer.digest, echoes=answer.echoes)
 
 
 def _with_gap(gaps: tuple[Gap, Gap, Gap], place: int, gap_ms: int) -> tuple[Gap, Gap, Gap]:

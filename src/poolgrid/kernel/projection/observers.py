@@ -9,6 +9,7 @@ from poolgrid.kernel.decision.decision import Decision
 from poolgrid.kernel.decision.policy import IndexArray
 from poolgrid.kernel.projection.fleet import Worker
 from poolgrid.kernel.wire.card import WorkerCard
+from poolgrid.kernel.wire.events import TurnBegan
 from poolgrid.kernel.wire.identifiers import WorkerKey
 
 IsOpen = Callable[[WorkerKey, str], bool]
@@ -41,6 +42,9 @@ class Observer:
         """A decision was booked."""
 
     # -- requests --------------------------------------------------------------------------------------------------
+
+    def on_turn_began(self, worker: Worker, event: TurnBegan, now_ms: float) -> None:
+        """A worker accepted a turn of a session, of any router."""
 
     def on_started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> None:
         """A worker began a request, of any router, and reuses so many tokens."""

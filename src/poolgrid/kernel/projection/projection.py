@@ -278,6 +278,8 @@ class Projection:
             promised = self.trust.started(key, request_id, cached_tokens)
             if self.examiner is not None:
                 self.examiner.finished(key, request_id, promised, cached_tokens)
+        if event.reason in _GIVEN_UP:
+            self.lineage.withdraw(request_of(request_id))
         self.sessions.finished(record, event)
 
     def _loaded(self, key: WorkerKey, record: JournalRecord, event: LoadReported, now_ms: float) -> None:
@@ -314,9 +316,14 @@ class Projection:
     def _turn_began(self, key: WorkerKey, record: JournalRecord, event: TurnBegan, now_ms: float) -> None:
         self.lineage.begin(request_of(event.request_id), event.turn, event.isl)
         self.sessions.began(record, event)
+        worker = self.fleet.workers.get(key)
+        if worker is not None:
+            for observer in self.observers:
+                observer.on_turn_began(worker, event, now_ms)
 
     def _turn_ended(self, key: WorkerKey, record: JournalRecord, event: TurnEnded, now_ms: float) -> None:
-        self.lineage.end(event.answer.request_id, event.answer.total, event.answer.digest)
+        answer = event.answer
+        self.lineage.end(answer.request_id, answer.total, answer.digest, answer.echoes)
         self.sessions.answered(record, event)
 
     def _elsewhere(self, key: WorkerKey, record: JournalRecord, event: AnyEvent, now_ms: float) -> None:
@@ -409,6 +416,9 @@ _EFFECTS: Final[Mapping[type[AnyEvent], Callable[[Projection, WorkerKey, Journal
 """By exact type: each failed ``case`` of a match on structs takes a quarter of a microsecond."""
 
 _LIVE: Final = StreamState.LIVE
+
+_GIVEN_UP: Final = frozenset(("cancelled", "error"))
+"""Finish reasons of turns without a complete answer."""
 
 _BEHIND: Final = (StreamState.REPLAYING, StreamState.SNAPSHOTTING)
 """States of a worker's stream in which its reports stand behind what it has to report again."""

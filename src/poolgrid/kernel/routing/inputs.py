@@ -34,6 +34,8 @@ class SnapshotArrived(msgspec.Struct, frozen=True):
 
     load: SnapshotLoad
     now_ms: float
+    time_ms: int = 0
+    """Wall clock, against which times in it count; 0 = the latest of them."""
 
 
 class WorkerWanted(msgspec.Struct, frozen=True, gc=False):

@@ -132,6 +132,7 @@ class RouterState:
 
     def adopt(self, given: SnapshotArrived) -> None:
         self.projection.adopt(given.load, given.now_ms)
+        self.sessions.adopt(given.load, given.now_ms, given.time_ms)
         if self.log is not None:
             self.log.note(given)
 

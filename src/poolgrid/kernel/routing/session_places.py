@@ -1,23 +1,30 @@
 """The working set of a pool as a fold over what its router chooses and its workers report.
 
-A turn begins when its decision is booked, and ends when its worker reports so or its router releases it. Legs that
-compute no prompt take no place: their KV comes from a worker that has one for the session.
+A turn begins when its decision is booked, one of another router when its worker reports it (``TurnBegan``), with what
+that router knew: so the routers of a pool have one working set, but for what is on its way. A turn ends when its worker
+reports so or its router releases it; workers end the turns of a router that died. A snapshot replaces all turns. Legs
+that compute no prompt take no place: their KV comes from a worker that has one for the session.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 import msgspec
 
 from poolgrid.kernel.decision.decision import Decision
 from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.projection.fleet import Worker
 from poolgrid.kernel.projection.observers import IsOpen, Observer
+from poolgrid.kernel.projection.projection import SnapshotLoad
 from poolgrid.kernel.routing.engine_times import refill_ms
-from poolgrid.kernel.routing.working_set import Admission, OfferedTurn, SessionKey, WorkingSet
+from poolgrid.kernel.routing.working_set import LEASE_MAX_MS, Admission, OfferedTurn, SessionKey, WorkingSet
 from poolgrid.kernel.wire.card import WorkerCard
-from poolgrid.kernel.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.kernel.wire.events import TurnBegan
+from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerId, WorkerKey
+from poolgrid.kernel.wire.limits import SESSIONS_DISPLACED_MAX, U32_MAX
+from poolgrid.kernel.wire.sessions import Footprint, Turn, TurnPlace
 
 NOTHING_KNOWN: Final = WorkingSet().checkpoint()
 
@@ -67,6 +74,19 @@ class SessionPlaces(Observer):
             known = self._refill_times[worker] = card, refill_ms(card)
         return known[1]
 
+    def place_of(
+        self, decision: Decision, card: WorkerCard, path: Sequence[int], displaced: Sequence[SessionKey] = ()
+    ) -> TurnPlace:
+        """Return what a turn takes where it is sent."""
+        worker, request, forecast = decision.worker, decision.request, decision.choice.forecast
+        held = min(decision.overlap_blocks, len(path))
+        prefix = self.working_set.shared_prefix(turn_of(request), worker, path[held - 1] if held else 0)
+        pace = 1.0 if forecast is None else forecast.pace
+        refill_ms = min(U32_MAX, round(self._refill_ms(worker, card) * pace))
+        waited_ms = min(U32_MAX, round(decision.queued_ms))
+        lost = tuple(displaced[:SESSIONS_DISPLACED_MAX])
+        return TurnPlace(held, prefix, request.priority, waited_ms, refill_ms, lost)
+
     # -- what happens ----------------------------------------------------------------------------------------------
 
     def on_chosen(
@@ -76,12 +96,26 @@ class SessionPlaces(Observer):
         if not request.session or request.stage not in WITH_PLACE:
             return
         self._now_ms = now_ms
-        offered, forecast, places = turn_of(request), decision.choice.forecast, self.working_set
+        offered, place = turn_of(request), self.place_of(decision, card, path)
         self._turns[worker, dispatch_id] = RunningTurn(offered.session)
-        pace = 1.0 if forecast is None else forecast.pace
-        places.know(worker, card.limits.total_kv_blocks, round(self._refill_ms(worker, card) * pace))
-        overlap = min(decision.overlap_blocks, len(path))
-        places.begin(offered, worker, path, overlap, now_ms, decision.queued_ms)
+        self.working_set.know(worker, card.limits.total_kv_blocks, place.refill_ms)
+        self.working_set.begin(offered, worker, place.common, place.prefix, now_ms, decision.queued_ms)
+
+    def on_turn_began(self, worker: Worker, event: TurnBegan, now_ms: float) -> None:
+        turn, key = event.turn, (worker.key, event.request_id)
+        place = turn.place
+        if place is None:
+            return
+        session, places, card = (turn.tenant, turn.session), self.working_set, worker.card
+        places.know(worker.key, card.limits.total_kv_blocks, place.refill_ms)
+        if key in self._turns:
+            return
+        self._now_ms = now_ms
+        self._turns[key] = RunningTurn(session, is_started=True)
+        places.displace(place.displaced)
+        parent = (turn.tenant, turn.parent) if turn.parent else None
+        offered = OfferedTurn(session, -(-event.isl // card.block_size), place.priority, parent)
+        places.begin(offered, worker.key, place.common, place.prefix, now_ms, place.waited_ms)
 
     def on_started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> None:
         turn = self._turns.get((worker, request_id))
@@ -118,11 +152,54 @@ class SessionPlaces(Observer):
         self._refill_times.pop(worker, None)
         self._turns = {key: turn for key, turn in self._turns.items() if key[0] != worker}
 
-    def on_snapshot(self, workers: Collection[WorkerKey], is_open: IsOpen) -> None:
-        for worker in self.working_set.workers() - set(workers):
-            self.on_left(worker)
-        for worker, request_id in [key for key in self._turns if not is_open(*key)]:
-            self.working_set.end(self._turns.pop((worker, request_id)).session, None, self._now_ms)
+    def adopt(self, load: SnapshotLoad, now_ms: float, time_ms: int) -> None:
+        """Replace turns and places by those of a snapshot; what was learned of pauses stays.
+
+        Its times are the consolidator's, and count from ``time_ms`` on, or from the latest where that is later. A
+        parent's lease counts from its own last turn.
+        """
+        self._now_ms = now_ms
+        self._turns.clear()
+        self._refill_times.clear()
+        places, cards = self.working_set, dict[tuple[str, int], WorkerCard]()
+        places.reset()
+        for worker, state in zip(load.keys, load.workers, strict=True):
+            card = state.card
+            places.know(worker, card.limits.total_kv_blocks, round(self._refill_ms(worker, card)))
+            if card.role not in (Role.DECODE, Role.ENCODE):
+                cards[worker.worker_id, worker.dp_rank] = card
+        snapshot = load.sessions
+        as_of_ms = max((each.last_ms for each in snapshot.sessions), default=0)
+        as_of_ms = max(as_of_ms, time_ms)
+        running: dict[SessionKey, list[Turn]] = {}
+        for turn in snapshot.turns:
+            if (turn.worker_id, turn.dp_rank) in cards:
+                session = (turn.tenant, turn.session)
+                running.setdefault(session, []).append(turn)
+                worker = WorkerKey(WorkerId(turn.worker_id), turn.dp_rank)
+                self._turns[worker, turn.request_id] = RunningTurn(session, is_started=True)
+        for known in snapshot.sessions:
+            turns = running.get((known.tenant, known.name), ())
+            left = [each for each in known.footprints if (each.worker_id, each.dp_rank) in cards]
+            if not turns and not left:
+                continue
+            at: Turn | Footprint = turns[-1] if turns else left[0]
+            block_size = cards[at.worker_id, at.dp_rank].block_size
+            parent = (known.tenant, known.parent) if known.parent else None
+            blocks = -(-known.isl // block_size) if turns else at.blocks
+            places.enter(
+                OfferedTurn((known.tenant, known.name), blocks, known.priority, parent),
+                WorkerKey(WorkerId(at.worker_id), at.dp_rank),
+                at.common,
+                at.prefix,
+                since_ms=now_ms - (as_of_ms - known.began_ms),
+                used_ms=now_ms - (as_of_ms - (known.last_ms if turns else known.ended_ms or known.last_ms)),
+                running=len(turns),
+                has_returned=known.turns > 1,
+                is_slow=known.pause_ms > LEASE_MAX_MS,
+                is_displaced=known.is_displaced,
+            )
+        places.settle(now_ms)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

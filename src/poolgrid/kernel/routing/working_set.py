@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -283,16 +283,25 @@ class WorkingSet:
     def next_ms(self) -> float:
         return next(iter(self._idle.values())).used_ms + self.held_ms if self._idle else math.inf
 
+    def shared_prefix(self, turn: OfferedTurn, worker: WorkerKey, prefix: int) -> int:
+        """Return the hash of the last block that a worker holds of a prompt; 0 if the session's parent counts it."""
+        parent = None if turn.parent is None else self._member(turn.parent)
+        is_counted = parent is not None and parent.is_resident and parent.worker == worker
+        return 0 if is_counted else prefix
+
     def begin(
         self,
         turn: OfferedTurn,
         worker: WorkerKey,
-        path: Sequence[int],
-        overlap: int,
+        common: int,
+        prefix: int,
         now_ms: float,
         waited_ms: float = 0.0,
     ) -> None:
-        """Note that a turn goes to a worker that holds ``overlap`` leading blocks of its ``path``."""
+        """Note that a turn goes to a worker that holds its ``common`` leading blocks, with this ``shared_prefix``.
+
+        What a worker holds of a session's first prompt there is taken for what others have brought.
+        """
         if self._idle:
             self._expire(now_ms)
         session = turn.session
@@ -303,9 +312,8 @@ class WorkingSet:
                 room, is_slow = self._rooms.get(worker), self.slow_share > 0.5
                 member = Member(worker, room, turn.priority, turn.parent, is_slow, now_ms, now_ms)
                 self._running[session] = member
-                if overlap:
-                    self._found(member, path, overlap)
-                member.blocks, member.running, member.is_resident = max(0, turn.blocks - overlap), 1, True
+                member.common, member.prefix = common, prefix
+                member.blocks, member.running, member.is_resident = max(0, turn.blocks - common), 1, True
                 self._count(member, 1)
                 self._bound()
                 return
@@ -318,7 +326,7 @@ class WorkingSet:
                 self._count(member, -1)
                 member.is_resident = False
             member.worker, member.room = worker, self._rooms.get(worker)
-            self._found(member, path, overlap)
+            member.common, member.prefix = common, prefix
         member.running += 1
         member.priority = turn.priority
         member.used_ms = now_ms
@@ -352,6 +360,67 @@ class WorkingSet:
             self._idle[member.parent].used_ms = now_ms
             self._idle.move_to_end(member.parent)
 
+    def displace(self, sessions: Iterable[SessionKey]) -> None:
+        """Take the places of idle sessions, for a turn that another router admitted."""
+        for session in sessions:
+            if session in self._idle:
+                self._send_away(session)
+
+    # -- snapshots -------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget workers and sessions; what was learned of pauses stays."""
+        for held in (self._rooms, self._running, self._idle, self._away):
+            held.clear()
+        self._least = self._tight = self._refill_ms = 0
+        self.changes += 1
+
+    def enter(
+        self,
+        turn: OfferedTurn,
+        worker: WorkerKey,
+        common: int,
+        prefix: int,
+        *,
+        since_ms: float,
+        used_ms: float,
+        running: int,
+        has_returned: bool,
+        is_slow: bool,
+        is_displaced: bool,
+    ) -> None:
+        """Enter a session as others know it; ``settle`` follows. ``turn`` has the blocks of its last turn."""
+        room, own = self._rooms.get(worker), max(0, turn.blocks - common)
+        member = Member(
+            worker,
+            room,
+            turn.priority,
+            turn.parent,
+            is_slow,
+            since_ms,
+            used_ms,
+            has_returned,
+            own,
+            common,
+            prefix,
+            running,
+        )
+        keeps_place = not (is_displaced or is_slow) and (has_returned or self.return_share > 0.5)
+        member.is_resident = running > 0 or keeps_place
+        members = self._running if running else self._idle if keeps_place else self._away
+        members[turn.session] = member
+
+    def settle(self, now_ms: float) -> None:
+        """Count all sessions that were entered."""
+        for members in (self._running, self._idle, self._away):
+            for member in members.values():
+                if member.is_resident:
+                    self._count(member, 1)
+                else:
+                    member.blocks = 0
+        self._expire(now_ms)
+        self._bound()
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def checkpoint(self) -> dict[str, Any]:
@@ -375,7 +444,8 @@ class WorkingSet:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``checkpoint`` returned, as msgpack decodes it; nothing may be known before."""
+        """Continue from what ``checkpoint`` returned, as msgpack decodes it."""
+        self.reset()
         self.lease_ms, (self.slow_share, self.return_share) = state["lease_ms"], state["shares"]
         for worker_id, rank, blocks, refill_ms in state["capacity"]:
             self.know(WorkerKey(WorkerId(worker_id), rank), blocks, refill_ms)
@@ -393,13 +463,6 @@ class WorkingSet:
 
     def _member(self, session: SessionKey) -> Member | None:
         return self._running.get(session) or self._idle.get(session) or self._away.get(session)
-
-    def _found(self, member: Member, path: Sequence[int], overlap: int) -> None:
-        """Take what a worker holds of a session's first prompt there for what others have brought."""
-        parent = self._member(member.parent) if member.parent else None
-        is_counted = parent is not None and parent.is_resident and parent.worker == member.worker
-        member.common = overlap
-        member.prefix = path[overlap - 1] if overlap and not is_counted else 0
 
     def _count(self, member: Member, sign: int) -> None:
         """Count a resident on its worker (1), or no longer (-1)."""

@@ -42,6 +42,7 @@ U64 = Annotated[int, Meta(ge=0)]
 """An unsigned 64-bit integer; msgpack itself cannot carry a larger one."""
 
 U32 = Annotated[int, Meta(ge=0, le=U32_MAX)]
+I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 """An unsigned 32-bit integer: token ids, counts, sizes."""
 
 Identifier = Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)]

@@ -169,8 +169,14 @@ POOL_MODELS_MAX = 1024
 SESSION_FOOTPRINTS_MAX = 8
 """Worker ranks on which a session's blocks are remembered, the latest."""
 
+SESSIONS_DISPLACED_MAX = 64
+"""Sessions that one turn may take the places of; further ones keep them on other routers until their leases end."""
+
 SESSION_TAILS_MAX = 4
 """Turns of a session from which forks are recognised, the latest."""
+
+SESSION_ECHOES_MAX = 8
+"""Places of an answer by which a prompt that repeats it is recognised."""
 
 ANSWERS_TOGETHER_MAX = 256
 """Answers of turns that one message tells a worker."""

@@ -13,8 +13,16 @@ import msgspec
 from msgspec import Meta
 
 from poolgrid.kernel.wire.hashing import stable_u64
-from poolgrid.kernel.wire.identifiers import U32, U64, Identifier
-from poolgrid.kernel.wire.limits import SESSION_FOOTPRINTS_MAX, SESSION_TAILS_MAX
+from poolgrid.kernel.wire.identifiers import I32, U32, U64, Identifier
+from poolgrid.kernel.wire.limits import (
+    SESSION_ECHOES_MAX,
+    SESSION_FOOTPRINTS_MAX,
+    SESSION_TAILS_MAX,
+    SESSIONS_DISPLACED_MAX,
+)
+
+Echoes = Annotated[tuple[U64, ...], Meta(max_length=SESSION_ECHOES_MAX)]
+"""Hashes of places in an answer (``poolgrid.kernel.projection.echoes``)."""
 
 TENANTS_KEPT = 4096
 """Tenants whose keys are kept ready."""
@@ -35,6 +43,22 @@ class TurnEnding(StrEnum):
     """In an answer: a person reads it, or a program that is done."""
     LENGTH = "length"
     """At the limit of its tokens."""
+
+
+class TurnPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a dispatch that computes a prompt takes of the pool's working set, as its router decided."""
+
+    common: U32 = 0
+    """Leading blocks of the prompt that the worker held."""
+    prefix: U64 = 0
+    """Sequence hash of the last of them."""
+    priority: I32 = 0
+    waited_ms: U32 = 0
+    """How long it waited at the router."""
+    refill_ms: U32 = 0
+    """What the worker takes to compute a cache full, as its router has learned it."""
+    displaced: Annotated[tuple[tuple[U64, Identifier], ...], Meta(max_length=SESSIONS_DISPLACED_MAX)] = ()
+    """Tenants and names of sessions that lost their places to it."""
 
 
 class SessionTurn(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -63,6 +87,13 @@ class SessionTurn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """As many as its tenant's budget has room for; 0 = none are kept."""
     repeats: U64 = 0
     """``tail`` of a kept prompt of the tenant that this one begins with: both count once; 0 = none."""
+    sibling: Identifier = ""
+    """A request of ``parent`` that runs and continues the same turn: both are its children."""
+    place: TurnPlace | None = None
+    """``None`` for a dispatch that computes no prompt, which takes none."""
+    stem: U64 = 0
+    """As ``residual``, without the last two tokens, which are the seed: some templates begin the answer with them, and
+    leave them out of later prompts."""
 
 
 class TurnAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -75,6 +106,7 @@ class TurnAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Tokens of prompt and answer."""
     digest: U64
     """XXH3-64 of the tokens behind the last whole block of the prompt."""
+    echoes: Echoes = ()
 
 
 class Tail(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -89,6 +121,9 @@ class Tail(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Tokens of prompt and answer; 0 while the answer is not complete."""
     digest: U64 = 0
     """XXH3-64 of the tokens behind the block ``tail`` up to ``total``."""
+    echoes: Echoes = ()
+    """Of the session's latest answer alone."""
+    stem: U64 = 0
 
 
 class Footprint(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -99,6 +134,10 @@ class Footprint(msgspec.Struct, array_like=True, frozen=True, gc=False):
     blocks: U32
     tail: U64
     """The last prompt's last whole block: a worker that has lost it has lost the footprint's end at least."""
+    common: U32 = 0
+    """Of the blocks, those that were there before the session's first turn on the worker."""
+    prefix: U64 = 0
+    """Sequence hash of the last of them."""
 
 
 class Gap(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -155,6 +194,12 @@ class SessionRecord(msgspec.Struct, array_like=True, gc=False):
     """The worker of the latest turn first."""
     tails: Annotated[tuple[Tail, ...], Meta(max_length=SESSION_TAILS_MAX)] = ()
     """Of its latest turns, the latest last."""
+    priority: I32 = 0
+    """Of the latest turn."""
+    is_displaced: bool = False
+    """Whether it has lost its place in the working set since then."""
+    pause_ms: U64 = 0
+    """Before the latest turn, without its wait at the router."""
 
 
 class Turn(msgspec.Struct, array_like=True, gc=False):
@@ -170,6 +215,9 @@ class Turn(msgspec.Struct, array_like=True, gc=False):
     blocks: U32 = 0
     """That it occupies now; 0 while it waits in the engine."""
     cached_tokens: U32 = 0
+    common: U32 = 0
+    """As in ``Footprint``."""
+    prefix: U64 = 0
 
 
 class KeptPrompt(msgspec.Struct, array_like=True, frozen=True, gc=False):

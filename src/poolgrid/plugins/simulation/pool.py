@@ -40,7 +40,6 @@ from poolgrid.kernel.wire.events import (
     WorkerJoined,
 )
 from poolgrid.kernel.wire.identifiers import Role, WorkerId, WorkerKey
-from poolgrid.kernel.worker_protocol.booked_prefill import BookedPrefill
 from poolgrid.plugins.simulated.core.engine import Fact, SimulatedEngine, SimulatedLimits, StepOutcome
 from poolgrid.plugins.simulated.core.kv_groups import CacheRecorder
 from poolgrid.plugins.simulation.agent_workload import AgentWorkload
@@ -48,6 +47,7 @@ from poolgrid.plugins.simulation.mixed_traffic import MixedWorkload
 from poolgrid.plugins.simulation.session_line import SessionLine
 from poolgrid.plugins.simulation.waiting import LANE, ROLES, WaitingRequests
 from poolgrid.plugins.simulation.workload import NEVER, SimulatedRequest, TtftTargets, WorkerSpeeds, Workload, changing
+from poolgrid.server.workers.booked_prefill import BookedPrefill
 from poolgrid.server.workers.timing import PolynomialTiming, TimingModel, step_times_of
 
 MODEL = LANE
@@ -112,7 +112,7 @@ class RouterFleet:
     """Each router knows its own choices only, and no events of caches."""
     crowding_retries: int = CROWDING_RETRIES
     """How often a worker may refuse a request because others were quicker; see
-    ``poolgrid.kernel.worker_protocol.booked_prefill``."""
+    ``poolgrid.server.workers.booked_prefill``."""
 
     hold_limit_ms: float = HOLD_LIMIT_MS
     """How long a request waits at its router for a better worker, with a policy that plans; 0 = none does."""
@@ -151,12 +151,15 @@ class SimulatedPool:
 
         ``line`` is where turns of agents wait for room in the pool's working set; without it none does.
         """
-        self._line = line
+        fleet = routers or RouterFleet()
+        self._lines = [] if line is None else [line, *(line.another() for _ in range(1, fleet.routers))]
+        """Of each router, over one working set."""
+        self._turns_under_way: deque[tuple[float, Callable[[float], None]]] = deque()
+        """What the routers have not learned yet of turns of others, in order."""
         self._targets = targets
         self._workload = workload
         self._policy = policy
         self._on_fact = on_fact
-        fleet = routers or RouterFleet()
         self.event_delay_ms = fleet.event_delay_ms
         self._selectors = [
             Selector(fleet.make_state(), policy, fleet.requests_per_worker_factor) for _ in range(fleet.routers)
@@ -215,8 +218,8 @@ class SimulatedPool:
                 takes_retention=True,
             )
             self._tell(number, 0.0, [WorkerJoined(card)])
-            if line is not None:
-                line.working_set.know(self._keys[number], limits.total_kv_blocks, round(refill_ms(card)))
+            for each in self._lines:
+                each.working_set.know(self._keys[number], limits.total_kv_blocks, round(refill_ms(card)))
         self._deliver(float("inf"))
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> RunResult:
@@ -246,8 +249,9 @@ class SimulatedPool:
         self._deliver(now)
         router = self._turn % len(self._selectors)
         self._turn += 1
-        if self._line is not None:
-            crowded = self._line.arrive(request, self._keys, self._overlap_blocks, now)
+        if self._lines:
+            overlap = partial(self._overlap_blocks, router)
+            crowded = self._lines[router].arrive(request, self._keys, overlap, now)
             if crowded is None:
                 self.result.waited += 1
                 return
@@ -259,30 +263,30 @@ class SimulatedPool:
 
     @property
     def holds(self) -> bool:
-        return not all(each.is_empty for each in self._waiting) or (self._line is not None and self._line.holds)
+        return not all(each.is_empty for each in self._waiting) or any(line.holds for line in self._lines)
 
-    def _overlap_blocks(self, request: SimulatedRequest) -> int:
-        return self._selectors[0].best_overlap_blocks(MODEL, ROLES, request.path)
+    def _overlap_blocks(self, router: int, request: SimulatedRequest) -> int:
+        return self._selectors[router].best_overlap_blocks(MODEL, ROLES, request.path)
 
     def take_sent(self, now: float) -> list[int]:
         """Hand on those that wait and can go now; return the numbers of the engines that were given any since the last
         call."""
         if self.holds:
             self._deliver(now)
-            if self._line is not None:
-                self._place_sessions(self._line, now)
+            for router in range(len(self._lines)):
+                self._place_sessions(router, now)
             for waiting in self._waiting:
                 waiting.place(now)
         sent, self._sent = self._sent, []
         return sent
 
-    def _place_sessions(self, line: SessionLine, now: float) -> None:
-        """Hand on the turns that have room in the working set."""
+    def _place_sessions(self, router: int, now: float) -> None:
+        """Hand on the turns of a router that have room in the working set."""
 
         def send(request: SimulatedRequest, crowded: Mapping[WorkerKey, str]) -> None:
-            self._send(0, request, self._choose(0, request, now, crowded), now)
+            self._send(router, request, self._choose(router, request, now, crowded), now)
 
-        line.place_turns(self._keys, self._overlap_blocks, now, send)
+        self._lines[router].place_turns(self._keys, partial(self._overlap_blocks, router), now, send)
 
     def _wanted(
         self,
@@ -334,8 +338,12 @@ class SimulatedPool:
             )
             decision = self._choose(router, request, now, _NO_REASONS)
         selector.book(decision, request.path, now)
-        if self._line is not None:
-            self._line.place(request, decision.worker, decision.overlap_blocks, now)
+        if self._lines:
+            begun = self._lines[router].place(request, decision.worker, decision.overlap_blocks, now)
+            if begun is not None:
+                for other, line in enumerate(self._lines):
+                    if other != router:
+                        self._turns_under_way.append((now + self.event_delay_ms, partial(line.follow, begun)))
         expected = decision.choice.terms.get(EXPECTED_MS)
         if expected is not None:
             self._expected_ms[request.request_id] = (now, float(expected[decision.choice.row]))
@@ -402,8 +410,8 @@ class SimulatedPool:
                 result.requests += 1
                 ended = self._arrived.pop(fact.request_id)
                 result.output_tokens += ended.osl
-                if self._line is not None:
-                    self._line.finish(ended, now)
+                for line in self._lines:
+                    self._turns_under_way.append((now + self.event_delay_ms, partial(line.finish, ended)))
         self._tell(number, now, events)
 
     def _tell(self, number: int, now: float, events: list[AnyEvent]) -> None:
@@ -422,6 +430,9 @@ class SimulatedPool:
             due, record = self._under_way.popleft()
             for projection in self._projections:
                 projection.apply(record, min(due, now))
+        while self._turns_under_way and self._turns_under_way[0][0] <= now:
+            due, learn = self._turns_under_way.popleft()
+            learn(min(due, now))
 
 
 def play_workload(

@@ -11,8 +11,9 @@ from poolgrid.kernel.projection.fleet import Worker
 from poolgrid.kernel.routing.engine_times import Engines, FewEngines
 from poolgrid.kernel.routing.kv_policy import KvAware
 from poolgrid.kernel.routing.learned_speeds import LearnedSpeeds
-from poolgrid.kernel.routing.working_set import AGE_MS, OfferedTurn, WorkingSet
+from poolgrid.kernel.routing.working_set import AGE_MS, OfferedTurn, SessionKey, WorkingSet
 from poolgrid.kernel.wire.identifiers import WorkerKey
+from poolgrid.kernel.wire.sessions import TurnPlace
 from poolgrid.plugins.simulation.workload import NEVER, SimulatedRequest
 from poolgrid.server.router.lane_placer import is_long, place_turns
 from poolgrid.server.serving.fair_queue import FairQueue, QueuedRequest
@@ -29,9 +30,15 @@ class SessionLine:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.working_set = WorkingSet()
+        self._displaced: dict[str, tuple[SessionKey, ...]] = {}
+        """By request, the sessions that lost their places to it."""
         self._tried = (-1, 0.0)
         """Changes of the working set when turns were last offered places, and when to offer again without any."""
         self._queue: FairQueue[SimulatedRequest] = FairQueue(10**9, 2**60)
+
+    def another(self) -> SessionLine:
+        """Return the line of another router."""
+        return SessionLine(self._block_size)
 
     @property
     def holds(self) -> bool:
@@ -90,10 +97,25 @@ class SessionLine:
         if first_ms is not None:
             self._tried = (self.working_set.changes, min(self.working_set.next_ms(), first_ms + AGE_MS))
 
-    def place(self, request: SimulatedRequest, worker: WorkerKey, overlap_blocks: int, now: float) -> None:
+    def place(
+        self, request: SimulatedRequest, worker: WorkerKey, overlap_blocks: int, now: float
+    ) -> tuple[OfferedTurn, WorkerKey, TurnPlace] | None:
+        """Return what other routers learn of a turn that begins."""
         turn = self._turn(request)
-        if turn is not None:
-            self.working_set.begin(turn, worker, request.path, overlap_blocks, now, now - request.arrival_ms)
+        if turn is None:
+            return None
+        prefix = request.path[overlap_blocks - 1] if overlap_blocks else 0
+        prefix = self.working_set.shared_prefix(turn, worker, prefix)
+        waited_ms = now - request.arrival_ms
+        self.working_set.begin(turn, worker, overlap_blocks, prefix, now, waited_ms)
+        displaced = self._displaced.pop(request.request_id, ())
+        return turn, worker, TurnPlace(overlap_blocks, prefix, 0, round(waited_ms), displaced=displaced)
+
+    def follow(self, begun: tuple[OfferedTurn, WorkerKey, TurnPlace], now: float) -> None:
+        """Take note of a turn that another router sent."""
+        turn, worker, place = begun
+        self.working_set.displace(place.displaced)
+        self.working_set.begin(turn, worker, place.common, place.prefix, now, place.waited_ms)
 
     def finish(self, request: SimulatedRequest, now: float) -> None:
         turn = self._turn(request)
@@ -113,6 +135,8 @@ class SessionLine:
         held = overlap(request)
         prefix = request.path[held - 1] if held else 0
         found = self.working_set.offer(turn, workers, held, prefix, now, waited_ms, is_behind)
+        if found.displaced:
+            self._displaced[request.request_id] = found.displaced
         if not found.admitted:
             return None
         return dict.fromkeys(found.crowded, CROWDED) if found.crowded else _NONE_CROWDED

@@ -75,8 +75,6 @@ def _simulate(trace: Path | None, settings: SimulationSettings) -> None:
         raise UsageError(str(error)) from None
     routers = RouterFleet(settings.routers)
     true_speeds = None if speeds == WorkerSpeeds() else speeds
-    if settings.routers > 1 and any(split_admission(name)[1] for name in policies):
-        raise UsageError(f"--routers: {settings.routers}, allowed is 1 with session admission; nothing was simulated")
     reports = {
         name: stage.play(name, policy, routers, true_speeds, split_admission(name)[1])
         for name, policy in policies.items()
