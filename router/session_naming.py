@@ -9,7 +9,7 @@ import msgspec
 
 from poolgrid.kernel.consolidation.session_table import IDLE_MAX_MS
 from poolgrid.kernel.projection.echoes import echoes_of
-from poolgrid.kernel.projection.lineage import Known, anchor_of, digest_of
+from poolgrid.kernel.projection.lineage import Known, anchor_of, digest_of, stem_of
 from poolgrid.kernel.projection.projection import Projection
 from poolgrid.kernel.requests.inference import InferenceRequest
 from poolgrid.kernel.wire.card import WorkerCard
@@ -52,12 +52,13 @@ class SessionNaming:
         if not hint.name and not hint.keep_ms and len(request.token_ids) <= TOKEN_BYTES * SHORT_TOKENS:
             return None
         tenant = tenant_key(request.tenant) if request.tenant else 0
-        name, parent, sibling, anchor, residual, return_ms = hint.name, hint.parent, "", 0, 0, 0
+        name, parent, sibling, anchor, residual, stem, return_ms = hint.name, hint.parent, "", 0, 0, 0, 0
         if not name and path:
             token_ids = request.token_ids
             name, parent, sibling = self._lineage.find(tenant, path, token_ids, block_size, hint.answer)
-            anchor = anchor_of(path)
-            residual = digest_of(token_ids, len(path) * block_size, len(token_ids) // TOKEN_BYTES)
+            anchor, begin = anchor_of(path), len(path) * block_size
+            stem = stem_of(token_ids, begin, len(token_ids) // TOKEN_BYTES)
+            residual = digest_of(token_ids, begin, len(token_ids) // TOKEN_BYTES)
         if not name:
             # As no client can choose one, of which it would have to know the hash's seed.
             name = f"l{stable_u64(request.request_id, 1):016x}"
@@ -66,7 +67,9 @@ class SessionNaming:
             gap = session.gaps[AFTER_TOOL] if session.gaps[AFTER_TOOL].count else self._sessions.gaps[AFTER_TOOL]
             return_ms = gap.limit_ms if gap.limit_ms <= RETURN_MAX_MS else 0
         tail = path[-1] if path else 0
-        turn = SessionTurn(name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms, sibling=sibling)
+        turn = SessionTurn(
+            name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms, sibling=sibling, stem=stem
+        )
         return self._keeping(turn, request, path) if request.kept_tokens_max and request.retention is None else turn
 
     def follows(self, request: InferenceRequest) -> Known | None:

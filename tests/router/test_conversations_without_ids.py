@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from poolgrid.kernel.projection.echoes import echoes_of
-from poolgrid.kernel.projection.lineage import Found, Lineage, anchor_of, digest_of
+from poolgrid.kernel.projection.lineage import Found, Lineage, anchor_of, digest_of, stem_of
 from poolgrid.kernel.wire.hashing import pack_tokens, path_of
 from poolgrid.kernel.wire.sessions import SessionTurn
 
@@ -67,6 +67,7 @@ class Pool:
             anchor=anchor_of(path),
             residual=digest_of(token_ids, len(path) * BLOCK, len(prompt)),
             sibling=found.sibling,
+            stem=stem_of(token_ids, len(path) * BLOCK, len(prompt)),
         )
         self.lineage.begin(request_id, turn, len(prompt))
         return Answer(self, request_id, session, found, prompt)
@@ -115,6 +116,15 @@ def histories_without_reasoning(pool: Pool) -> None:
         sessions.add(asked.session)
         said += [visible(asked.ends(reasoned(f"answer {turn}"))), words(turn)]
     assert len(sessions) == 1
+
+
+def templates_that_begin_the_reasoning(pool: Pool) -> None:
+    said, sessions = [HELLO], list[str]()
+    for turn in range(40):
+        asked = pool.ask([*chat(*said), THINK, 99])
+        sessions.append(asked.session)
+        said += [visible(asked.ends(reasoned(f"answer {turn}")[2:])), words(turn, 20 + turn)]
+    assert len(set(sessions)) <= 12, "if a block ends with these tokens, the next turn begins a session"
 
 
 def trimmed_answers(pool: Pool) -> None:
@@ -256,6 +266,7 @@ def children_that_begin_at_once(pool: Pool) -> None:
 SAME: list[Case] = [
     real_answers,
     histories_without_reasoning,
+    templates_that_begin_the_reasoning,
     trimmed_answers,
     rewritten_answers,
     a_retry_while_the_first_attempt_runs,
@@ -341,6 +352,7 @@ Action = st.sampled_from(["next", "next", "next", "stripped", "retry", "edit", "
 
 
 @settings(max_examples=150, deadline=None)
+@example([(0, "next", 0), (0, "next", 0), (0, "leave", 0), *[(1, "next", 0)] * 2, (1, "compact", 0)], 2, True)
 @given(
     st.lists(st.tuples(st.integers(0, 5), Action, st.integers(0, 3)), min_size=1, max_size=60),
     st.integers(1, 3),

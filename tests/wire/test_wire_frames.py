@@ -141,7 +141,7 @@ GOLDEN_FILE = Path(__file__).with_name("golden_frames.txt")
 CODECS: dict[str, Codec[Any]] = {name: value for name, value in vars(codec).items() if isinstance(value, Codec)}
 
 PLACE = TurnPlace(3, U64_MAX, -1, 250, 600, ((7, "s-2"),))
-TURN = SessionTurn("s-1", U64_MAX, "s-0", True, U64_MAX, 5, 6, 900, 300_000, 96, 0, "r-0", PLACE)
+TURN = SessionTurn("s-1", U64_MAX, "s-0", True, U64_MAX, 5, 6, 900, 300_000, 96, 0, "r-0", PLACE, 8)
 
 SMALL_CARD = WorkerCard("tiny", Role.AGGREGATED, 16, WorkerLimits(8, 2048, 512, 4096), "tcp://127.0.0.1:40001")
 FULL_CARD = WorkerCard(
@@ -384,7 +384,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
                     TurnEnding.TOOL,
                     (Gap(2, 900, 300), Gap(), Gap()),
                     (Footprint("w1", 0, 7, U64_MAX, 3, 9),),
-                    (Tail("r-1", 5, 4, 100, 3, 120, 7, (8,)),),
+                    (Tail("r-1", 5, 4, 100, 3, 120, 7, (8,), 9),),
                     -1,
                     True,
                     900,

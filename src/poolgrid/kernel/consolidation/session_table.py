@@ -197,7 +197,7 @@ class _OnlyTurn(msgspec.Struct, eq=False, gc=False):
         request_id = request_of(turn.request_id)
         tails: tuple[Tail, ...] = ()
         if given.anchor:
-            tail, answer = Tail(request_id, given.tail, given.anchor, isl, given.residual), self.answer
+            tail, answer = _tail_of(request_id, given, isl), self.answer
             tails = (tail if answer is None else _answered(tail, answer),)
         footprints: tuple[Footprint, ...] = ()
         if is_over and turn.blocks:
@@ -401,7 +401,7 @@ class SessionTable:
             session.turns += 1
             session.cached_tokens = 0
         if given.anchor and not (is_same and session.tails):
-            tail = Tail(request_id, given.tail, given.anchor, event.isl, given.residual)
+            tail = _tail_of(request_id, given, event.isl)
             # The answer before can be found by its echoes no more.
             earlier = [_copy(each, echoes=()) if each.echoes else each for each in session.tails]
             session.tails = (*earlier, tail)[-SESSION_TAILS_MAX:]
@@ -645,6 +645,10 @@ class SessionTable:
         for prompt in snapshot.kept:
             self.kept.add(prompt)
         self.gaps = snapshot.gaps
+
+
+def _tail_of(request_id: str, turn: SessionTurn, isl: int) -> Tail:
+    return Tail(request_id, turn.tail, turn.anchor, isl, turn.residual, stem=turn.stem)
 
 
 def _left_by(turn: Turn) -> Footprint:

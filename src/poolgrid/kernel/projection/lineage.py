@@ -4,7 +4,7 @@ Rules
     1. A prompt that begins with all tokens of an earlier prompt and of its complete answer, and has more behind them,
        continues that turn's session. The longest such turn decides. So does one that begins with the prompt alone, as
        histories leave out reasoning or are rewritten, if that turn is its session's latest, is over, and no other
-       session has had the same prompt.
+       session has had the same prompt. The last two tokens need not be there if the new prompt ends with them, too.
     2. If the session has continued from that turn already, the prompt is an edit, and continues the session if nothing
        of it runs. Otherwise it is a fork: a session of its own whose parent is known. If the turn that runs continues
        the same turn, both are children: what continues it is a session of its own, and the next turn of the parent
@@ -25,7 +25,7 @@ Rules
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -48,6 +48,9 @@ ECHOES_HEARD_MIN: Final = 3
 
 SAME_ECHO_MAX: Final = 4
 """Answers with the same words; a phrase that more have says nothing, and the oldest goes."""
+
+HEADER_TOKENS: Final = 2
+"""Which templates of reasoning models put behind a prompt only while its answer is generated: ``<think>``, newline."""
 
 STRIDE: Final = 16
 """Blocks between two anchors."""
@@ -130,9 +133,9 @@ class Lineage:
                 for known in reversed(behind):
                     if known.turn.tenant == tenant and answer_key(known.request_id) == answer:
                         return self._after(known)
-        found, near = self._by_beginning(tenant, path, token_ids, block_size)
+        found = self._by_beginning(tenant, path, token_ids, block_size)
         if not found.session and self._echoes and path:
-            found = self._by_echoes(tenant, path, token_ids, found.parent, near) or found
+            found = self._by_echoes(tenant, path, token_ids, found.parent) or found
         return found
 
     def latest(self, tenant: int, session: str) -> Known | None:
@@ -151,22 +154,18 @@ class Lineage:
                         yield place, behind
                 end = first
 
-    def _by_beginning(
-        self, tenant: int, path: Sequence[int], token_ids: bytes, block_size: int
-    ) -> tuple[Found, set[str]]:
-        """Return what a prompt is to the turns that it begins with, and the sessions of turns that it nearly does."""
+    def _by_beginning(self, tenant: int, path: Sequence[int], token_ids: bytes, block_size: int) -> Found:
+        """Return what a prompt is to the turns that it begins with."""
         equal: list[Known] = []
-        near: set[str] = set()
         for place, behind in self._turns_in(path):
             own = [known for known in behind if known.turn.tenant == tenant]
             same, answered, begun = _match(own, token_ids, (place + 1) * block_size)
             equal += same
             if answered or begun:
                 if equal:
-                    return self._again(equal, answered or begun), near
-                return self._after_answer(answered) if answered else self._after_prompt(begun), near
-            near.update(known.turn.session for known in own)
-        return (self._again(equal, ()) if equal else NOTHING), near
+                    return self._again(equal, answered or begun)
+                return self._after_answer(answered) if answered else self._after_prompt(begun)
+        return self._again(equal, ()) if equal else NOTHING
 
     def _again(self, equal: Sequence[Known], before: Sequence[Known]) -> Found:
         """Return what a prompt is that earlier ones equal; ``before`` are the turns that it continues."""
@@ -233,9 +232,7 @@ class Lineage:
             if _has_same_prompt(each, known) and each.turn.session == known.turn.session
         ]
 
-    def _by_echoes(
-        self, tenant: int, path: Sequence[int], token_ids: bytes, parent: str, near: Collection[str]
-    ) -> Found | None:
+    def _by_echoes(self, tenant: int, path: Sequence[int], token_ids: bytes, parent: str) -> Found | None:
         """Return the session whose latest answer stands in a prompt; ``None`` if it is none, or any of several."""
         heard: dict[Known, int] = {}
         for echo in heard_in(token_ids, path):
@@ -250,10 +247,7 @@ class Lineage:
             and not known.is_twin
             and not known.branches
             and self._is_idle(known)
-            and (
-                known.turn.session == parent
-                or (count >= ECHOES_HEARD_MIN and (tokens < known.isl or known.turn.session in near))
-            )
+            and (known.turn.session == parent or (count >= ECHOES_HEARD_MIN and tokens < known.isl))
         }
         return Found(sessions.pop()) if len(sessions) == 1 else None
 
@@ -327,7 +321,15 @@ class Lineage:
         for session in snapshot.sessions:
             for tail in session.tails:
                 name, tenant, parent = session.name, session.tenant, session.parent
-                of = SessionTurn(name, tenant, parent, tail=tail.tail, anchor=tail.anchor, residual=tail.residual)
+                of = SessionTurn(
+                    name,
+                    tenant,
+                    parent,
+                    tail=tail.tail,
+                    anchor=tail.anchor,
+                    residual=tail.residual,
+                    stem=tail.stem,
+                )
                 self.begin(tail.request_id, of, tail.isl)
                 if tail.total:
                     self.end(tail.request_id, tail.total, tail.digest, tail.echoes)
@@ -428,12 +430,25 @@ def _match(behind: Sequence[Known], token_ids: bytes, begin: int) -> tuple[list[
         total, isl = known.total, known.isl
         if isl < total < tokens and total >= longest and _repeats(token_ids, begin, total, known.digest, digests):
             ends, longest = [*ends, known] if total == longest else [known], total
-        if most <= isl <= tokens and _repeats(token_ids, begin, isl, known.turn.residual, digests):
+        if most > isl:
+            continue
+        if isl <= tokens and _repeats(token_ids, begin, isl, known.turn.residual, digests):
             if isl == tokens:
                 equal.append(known)
-            else:
-                begun, most = [*begun, known] if isl == most else [known], isl
+                continue
+        elif isl - HEADER_TOKENS >= tokens or not known.turn.stem or known.turn.stem != stem_of(token_ids, begin, isl):
+            continue
+        begun, most = [*begun, known] if isl == most else [known], isl
     return equal, ends, begun
+
+
+def stem_of(token_ids: bytes, begin: int, isl: int) -> int:
+    """Return the stem of a prompt with so many tokens; 0 if it has none behind token ``begin``."""
+    end = isl - HEADER_TOKENS
+    if end < begin:
+        return 0
+    seed = int.from_bytes(token_ids[-TOKEN_BYTES * HEADER_TOKENS :], "little")
+    return xxh3_64_intdigest(token_ids[TOKEN_BYTES * begin : TOKEN_BYTES * end], seed)
 
 
 def _repeats(token_ids: bytes, begin: int, end: int, digest: int, digests: dict[int, int]) -> bool:

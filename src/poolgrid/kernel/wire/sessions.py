@@ -91,6 +91,9 @@ class SessionTurn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A request of ``parent`` that runs and continues the same turn: both are its children."""
     place: TurnPlace | None = None
     """``None`` for a dispatch that computes no prompt, which takes none."""
+    stem: U64 = 0
+    """As ``residual``, without the last two tokens, which are the seed: some templates begin the answer with them, and
+    leave them out of later prompts."""
 
     @property
     def conversation(self) -> str:
@@ -125,6 +128,7 @@ class Tail(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """XXH3-64 of the tokens behind the block ``tail`` up to ``total``."""
     echoes: Echoes = ()
     """Of the session's latest answer alone."""
+    stem: U64 = 0
 
 
 class Footprint(msgspec.Struct, array_like=True, frozen=True, gc=False):
