@@ -18,6 +18,7 @@ from poolgrid.inference import InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_backlog import ENOUGH_TO_COMPUTE, waits_too_long, with_enough
+from poolgrid.router.core.following_tokens import FollowingTokens
 from poolgrid.router.core.inputs import TurnOffered, WorkerWanted
 from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.router_state import RouterState
@@ -380,7 +381,15 @@ class Chooser:
             self.naming.is_later(turn),
             request.carrier is not None,
             request.by_text,
+            self._following(request, block_size),
         )
+
+    def _following(self, request: InferenceRequest, block_size: int) -> FollowingTokens | None:
+        """Return the tokens behind the blocks of a prompt, where an engine looks at them."""
+        count = self._projection.index.groups.following_tokens
+        if not count or not block_size or request.by_text or request.multimodal is not None:
+            return None
+        return FollowingTokens.of(request.token_ids, block_size, count)
 
     def _unavailable(
         self, request: InferenceRequest, full: Mapping[WorkerKey, str], routed: LocalRequest | None

@@ -13,6 +13,7 @@ from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.process.settings import with_constants
 from poolgrid.router.choosing import CROWDED
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.following_tokens import FollowingTokens
 from poolgrid.router.core.inputs import (
     Booked,
     Expired,
@@ -42,7 +43,7 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.hashing import pack_hashes, pack_tokens
 from poolgrid.wire.identifiers import WorkerKey
 from tests.clock import HandClock
 from tests.consolidator.journal_builder import FakeDisk
@@ -181,9 +182,12 @@ class RecordedRouter:
         request_id = f"request-{self.requests}"
         session = f"session-{conversation}" if self.requests % 5 else ""
         parent = "session-0" if conversation == 1 else ""
+        following = None
+        if self.state.projection.index.groups.following_tokens:
+            following = FollowingTokens(1, pack_tokens([chance.randrange(2) for _ in path]))
         routing = RoutingRequest(
             request_id, "m", len(path) * BLOCK_SIZE + 3, BLOCK_SIZE, len(path) + 1,
-            priority=self.requests % 2, session=session, tenant=7, parent=parent,
+            priority=self.requests % 2, session=session, tenant=7, parent=parent, following=following,
         )  # fmt: skip
         down = {worker_key(chance.choice(NAMES)): "unreachable"} if chance.random() < 0.2 else {}
         now_ms = self.clock.monotonic_ms()
