@@ -17,6 +17,7 @@ import zmq
 
 from poolgrid.kv_events.pub import decode_pub
 from poolgrid.kv_events.translation import EngineTranslator
+from poolgrid.router.core.following_tokens import FollowingTokens
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
@@ -88,7 +89,8 @@ class FrameReader:
         path = sequence_hashes(block_hashes(pack_tokens(prompt), size))
         index, deepest = self._projection.index, (len(prompt) - 1) // size
         groups = index.groups.reported
-        found = index.find(path, deepest)
+        count = index.groups.following_tokens
+        found = index.find(path, deepest, FollowingTokens.of(pack_tokens(prompt), size, count) if count else None)
         index.groups.reported = {}
         alone = index.find(path)
         index.groups.reported = groups
