@@ -32,9 +32,9 @@ from poolgrid.kernel.decision.stage_plan import (
     first_leg,
     spec_of,
 )
+from poolgrid.kernel.index.following_tokens import FollowingTokens
 from poolgrid.kernel.requests.inference import InferenceRequest
 from poolgrid.kernel.requests.legs import LegPlan
-from poolgrid.kernel.routing.engine_backlog import ENOUGH_TO_COMPUTE, waits_too_long, with_enough
 from poolgrid.kernel.routing.inputs import TurnOffered, WorkerWanted
 from poolgrid.kernel.routing.router_state import RouterState
 from poolgrid.kernel.routing.selector import PROMPT_STAGES, NoWorker, Planner, PolicyFailed
@@ -42,6 +42,7 @@ from poolgrid.kernel.wire.hashing import TOKEN_BYTES
 from poolgrid.kernel.wire.identifiers import Role, Stage, WorkerKey
 from poolgrid.kernel.wire.tasks import stage_of
 from poolgrid.server.process.clock import Clock
+from poolgrid.server.router.engine_backlog import ENOUGH_TO_COMPUTE, waits_too_long, with_enough
 from poolgrid.server.router.fleet_links import FleetLinks
 from poolgrid.server.router.placement import LocalRequest, Placement, PlacementFailure
 from poolgrid.server.router.session_naming import SessionNaming
@@ -380,7 +381,15 @@ class Chooser:
             self.naming.is_later(turn),
             request.carrier is not None,
             request.by_text,
+            self._following(request, block_size),
         )
+
+    def _following(self, request: InferenceRequest, block_size: int) -> FollowingTokens | None:
+        """Return the tokens behind the blocks of a prompt, where an engine looks at them."""
+        count = self._projection.index.groups.following_tokens
+        if not count or not block_size or request.by_text or request.multimodal is not None:
+            return None
+        return FollowingTokens.of(request.token_ids, block_size, count)
 
     def _unavailable(
         self, request: InferenceRequest, full: Mapping[WorkerKey, str], routed: LocalRequest | None

@@ -24,7 +24,7 @@ from math import inf
 from typing import Final, Generic, TypeVar
 
 from poolgrid.kernel.decision.policy import PLANNED_MAX
-from poolgrid.kernel.routing.engine_backlog import BACKLOG_MS
+from poolgrid.server.router.engine_backlog import BACKLOG_MS
 from poolgrid.server.serving.fair_queue import FairQueue, QueuedRequest
 
 MISSES_MAX: Final = 16

@@ -23,7 +23,6 @@ from poolgrid.kernel.requests.legs import (
     WorkerOvercommitted,
     WorkerReported,
 )
-from poolgrid.kernel.routing.engine_backlog import times_ms
 from poolgrid.kernel.routing.inputs import Booked, Expired, Overcommitted, PromptComputed, Released
 from poolgrid.kernel.routing.router_state import RouterState
 from poolgrid.kernel.routing.selector import PROMPT_STAGES
@@ -33,6 +32,7 @@ from poolgrid.kernel.wire.requests import FinishReason, ForwardBegan, ForwardEnd
 from poolgrid.kernel.wire.trace_context import TraceContext
 from poolgrid.server.process.clock import Clock
 from poolgrid.server.process.instruments import Counter
+from poolgrid.server.router.engine_backlog import times_ms
 from poolgrid.server.router.examiner import Examiner, uncached_of
 from poolgrid.server.router.fleet_links import FleetLinks
 from poolgrid.server.router.metrics import RouterMetrics

@@ -58,7 +58,6 @@ from poolgrid.kernel.wire.requests import (
 )
 from poolgrid.kernel.wire.requests import Drain as DrainOrder
 from poolgrid.kernel.wire.tasks import TASK_ROLES
-from poolgrid.kernel.worker_protocol.booked_prefill import BookedPrefill
 from poolgrid.kernel.worker_protocol.engine import Engine, EngineReport, ForwardBooks, UntilKnown
 from poolgrid.kernel.worker_protocol.push_stream import TokenCoalescer
 from poolgrid.kernel.worker_protocol.refusal import (
@@ -74,6 +73,7 @@ from poolgrid.server.process.log_lines import Complaints, shown_peer
 from poolgrid.server.process.tasks import owned
 from poolgrid.server.process.tracing.tracing import Tracing
 from poolgrid.server.workers.adapters.sockets import RequestSocket
+from poolgrid.server.workers.booked_prefill import BookedPrefill
 from poolgrid.server.workers.endings import Ending, Endings, WorkerDrain, cancelled_delta, refused_delta
 from poolgrid.server.workers.metrics import WorkerMetrics
 from poolgrid.server.workers.peers import Peers

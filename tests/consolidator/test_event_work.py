@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from poolgrid.kernel.consolidation import event_work, loop_share
+from poolgrid.kernel.consolidation import event_work
 from poolgrid.kernel.consolidation.consolidator import ConsolidatorTurn
 from poolgrid.kernel.consolidation.event_work import PART_UNITS, parts_of, units_of
-from poolgrid.kernel.consolidation.loop_share import BURST_MS, MUTE_MS, SENDERS_MAX, SHARE, LoopShare
 from poolgrid.kernel.consolidation.pool_state import PoolState
 from poolgrid.kernel.wire.events import (
     AnyEvent,
@@ -31,7 +30,9 @@ from poolgrid.kernel.wire.events import (
 )
 from poolgrid.kernel.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.kernel.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.server.consolidator import loop_share
 from poolgrid.server.consolidator.bootstrap import create
+from poolgrid.server.consolidator.loop_share import BURST_MS, MUTE_MS, SENDERS_MAX, SHARE, LoopShare
 from poolgrid.server.process.clock import SystemClock
 from tests.consolidator.pusher import batch, pusher_at, removed
 from tests.consolidator.test_consolidator import Bench, events, folded, hello, same

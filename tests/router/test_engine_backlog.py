@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from poolgrid.kernel.requests.inference import InferenceRequest, StreamDelta
-from poolgrid.kernel.routing.engine_backlog import BACKLOG_MS
 from poolgrid.kernel.routing.engine_times import card_prompt_ms
 from poolgrid.kernel.wire.card import WorkerLimits
 from poolgrid.kernel.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
@@ -18,6 +17,7 @@ from poolgrid.kernel.wire.hashing import pack_tokens
 from poolgrid.kernel.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.kernel.wire.requests import Sampling
 from poolgrid.server.http.client_address import client_address
+from poolgrid.server.router.engine_backlog import BACKLOG_MS
 from poolgrid.server.router.lane_placer import MISSES_MAX, LanePlacer, Tried
 from poolgrid.server.router.policy_loading import make_policy
 from poolgrid.server.serving.fair_queue import FairQueue, QueuedRequest

@@ -10,13 +10,13 @@ import pytest
 from poolgrid.kernel.decision.policy import HELD_MAX
 from poolgrid.kernel.requests.inference import InferenceRequest, Refused
 from poolgrid.kernel.requests.token_delivery import TokenDelivery
-from poolgrid.kernel.routing.engine_backlog import BACKLOG_MS
 from poolgrid.kernel.routing.engine_times import card_prompt_ms
 from poolgrid.kernel.wire.card import WorkerLimits
 from poolgrid.kernel.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
 from poolgrid.kernel.wire.hashing import pack_tokens
 from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.kernel.wire.requests import FinishReason, Sampling, TokenDelta
+from poolgrid.server.router.engine_backlog import BACKLOG_MS
 from poolgrid.server.router.policy_loading import make_policy
 from tests.frontend.inference_requests import like
 from tests.router.test_service import Routed, card, routed

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from poolgrid.kernel.routing.engine_backlog import BACKLOG_MS
 from poolgrid.kernel.wire.events import PrefillCompleted
 from poolgrid.plugins.bench.trace import TraceRow
 from poolgrid.plugins.simulated.core.engine import Fact, SimulatedLimits
 from poolgrid.plugins.simulation.pool import RouterFleet, SimulatedPool
 from poolgrid.plugins.simulation.workload import WorkerSpeeds, Workload, build_workload
+from poolgrid.server.router.engine_backlog import BACKLOG_MS
 from poolgrid.server.router.policy_loading import make_policy
 from poolgrid.server.workers.timing import PolynomialTiming
 

@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry
 from poolgrid.kernel.wire.events import PrefillCompleted, RequestFinished, RequestStarted, WorkerDraining
 from poolgrid.kernel.wire.identifiers import Stage
 from poolgrid.kernel.wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, RefusalKind
-from poolgrid.kernel.worker_protocol.booked_prefill import CROWDING_TOLERANCE_TOKENS, BookedPrefill
 from poolgrid.kernel.worker_protocol.kv_fetches import KvWanted
 from poolgrid.kernel.worker_protocol.refusal import RefusedError
 from poolgrid.plugins.simulated.core.kv_transfer import read_ticket
 from poolgrid.server.process.clock import SystemClock
 from poolgrid.server.workers import transfers as kv_fetcher
+from poolgrid.server.workers.booked_prefill import CROWDING_TOLERANCE_TOKENS, BookedPrefill
 from poolgrid.server.workers.metrics import WorkerMetrics
 from poolgrid.server.workers.transfers import KvFetcher
 from tests.workers.builders import decode_leg, make_request, prefill_leg

@@ -40,7 +40,6 @@ from poolgrid.kernel.wire.events import (
     WorkerJoined,
 )
 from poolgrid.kernel.wire.identifiers import Role, WorkerId, WorkerKey
-from poolgrid.kernel.worker_protocol.booked_prefill import BookedPrefill
 from poolgrid.plugins.simulated.core.engine import Fact, SimulatedEngine, SimulatedLimits, StepOutcome
 from poolgrid.plugins.simulated.core.kv_groups import CacheRecorder
 from poolgrid.plugins.simulation.agent_workload import AgentWorkload
@@ -48,6 +47,7 @@ from poolgrid.plugins.simulation.mixed_traffic import MixedWorkload
 from poolgrid.plugins.simulation.session_line import SessionLine
 from poolgrid.plugins.simulation.waiting import LANE, ROLES, WaitingRequests
 from poolgrid.plugins.simulation.workload import NEVER, SimulatedRequest, TtftTargets, WorkerSpeeds, Workload, changing
+from poolgrid.server.workers.booked_prefill import BookedPrefill
 from poolgrid.server.workers.timing import PolynomialTiming, TimingModel, step_times_of
 
 MODEL = LANE
@@ -112,7 +112,7 @@ class RouterFleet:
     """Each router knows its own choices only, and no events of caches."""
     crowding_retries: int = CROWDING_RETRIES
     """How often a worker may refuse a request because others were quicker; see
-    ``poolgrid.kernel.worker_protocol.booked_prefill``."""
+    ``poolgrid.server.workers.booked_prefill``."""
 
     hold_limit_ms: float = HOLD_LIMIT_MS
     """How long a request waits at its router for a better worker, with a policy that plans; 0 = none does."""

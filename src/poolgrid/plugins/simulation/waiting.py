@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from poolgrid.kernel.decision.decision import Decision
 from poolgrid.kernel.decision.policy import HELD_MAX
-from poolgrid.kernel.routing.engine_backlog import waits_too_long, with_enough
 from poolgrid.kernel.routing.inputs import WorkerWanted
 from poolgrid.kernel.routing.selector import NoWorker, Selector
 from poolgrid.kernel.wire.identifiers import Role, WorkerKey
 from poolgrid.plugins.simulation.workload import SimulatedRequest
+from poolgrid.server.router.engine_backlog import waits_too_long, with_enough
 from poolgrid.server.router.lane_placer import LanePlacer, Tried
 from poolgrid.server.serving.fair_queue import FairQueue, QueuedRequest
 

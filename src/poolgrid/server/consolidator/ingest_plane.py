@@ -19,13 +19,13 @@ import zmq
 
 from poolgrid.kernel.consolidation.consolidator import Consolidator, ConsolidatorTurn
 from poolgrid.kernel.consolidation.event_work import CLEARS, UNITS_PER_MS, parts_of, units_of
-from poolgrid.kernel.consolidation.loop_share import MUTE_MS, LoopShare
 from poolgrid.kernel.wire import codec
 from poolgrid.kernel.wire.errors import DecodeError
 from poolgrid.kernel.wire.events import AnyEvent, EventBatch
 from poolgrid.kernel.wire.ingest import BATCH_FRAME, CONTROL_FRAME, LOADING_FRAME
 from poolgrid.kernel.wire.limits import FRAME_BYTES_MAX
 from poolgrid.server.consolidator.feed_publisher import FeedPublisher
+from poolgrid.server.consolidator.loop_share import MUTE_MS, LoopShare
 from poolgrid.server.consolidator.service_context import ServiceContext
 from poolgrid.server.process.clock import Clock
 from poolgrid.server.process.log_lines import shown_peer
