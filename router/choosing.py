@@ -32,6 +32,7 @@ from poolgrid.kernel.decision.stage_plan import (
     first_leg,
     spec_of,
 )
+from poolgrid.kernel.index.following_tokens import FollowingTokens
 from poolgrid.kernel.requests.inference import InferenceRequest
 from poolgrid.kernel.requests.legs import LegPlan
 from poolgrid.kernel.routing.inputs import TurnOffered, WorkerWanted
@@ -387,7 +388,15 @@ class Chooser:
             self.naming.is_later(turn),
             request.carrier is not None,
             request.by_text,
+            self._following(request, block_size),
         )
+
+    def _following(self, request: InferenceRequest, block_size: int) -> FollowingTokens | None:
+        """Return the tokens behind the blocks of a prompt, where an engine looks at them."""
+        count = self._projection.index.groups.following_tokens
+        if not count or not block_size or request.by_text or request.multimodal is not None:
+            return None
+        return FollowingTokens.of(request.token_ids, block_size, count)
 
     def _unavailable(
         self, request: InferenceRequest, full: Mapping[WorkerKey, str], routed: LocalRequest | None

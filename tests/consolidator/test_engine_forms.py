@@ -11,14 +11,17 @@ import pytest
 from poolgrid.kernel.kv_events import translation
 from poolgrid.kernel.kv_events.pub import decode_pub
 from poolgrid.kernel.kv_events.translation import EngineTranslator
-from poolgrid.kernel.wire.events import AnyEvent, BlocksRemoved, BlocksStored, GroupsReported, KvGroup
-from poolgrid.kernel.wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
+from poolgrid.kernel.wire.events import FOLLOWED_GROUP, AnyEvent, BlocksRemoved, BlocksStored, GroupsReported, KvGroup
+from poolgrid.kernel.wire.hashing import block_hashes, child_hash, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.kernel.wire.identifiers import Tier
 from tests.consolidator.pub_engine import frame_of
 
 BLOCK = 4
 TOKENS = list(range(100, 140))
 NAMES = sequence_hashes(block_hashes(pack_tokens(TOKENS), BLOCK))
+
+
+LARGE = {"block_size": 2 * BLOCK}
 
 
 class Reader:
@@ -110,6 +113,45 @@ def test_tokens_may_come_in_pairs_with_those_behind_them() -> None:
     assert reader.of() == set(NAMES[:2])
 
 
+def followed(*blocks: int) -> set[int]:
+    """Names of blocks of ``TOKENS`` with the token behind them."""
+    return {child_hash(pack_tokens([TOKENS[(block + 1) * BLOCK]]), NAMES[block]) for block in blocks}
+
+
+def test_blocks_of_hashes_that_look_ahead_are_told_with_the_tokens_behind_them() -> None:
+    behind: dict[str, Any] = {"lookahead_token_ids": [[TOKENS[BLOCK]], [TOKENS[2 * BLOCK]]]}
+    pairs = {"token_ids": [list(pair) for pair in pairwise(TOKENS[: 2 * BLOCK + 1])]}
+    for form in (behind, pairs):
+        reader = Reader()
+        reader.take(stored([1, 2]) | form)
+        assert reader.reports == [GroupsReported((), following_tokens=1)]
+        assert reader.of(FOLLOWED_GROUP) == followed(0, 1)
+        reader.take(removed(2))
+        assert reader.of(FOLLOWED_GROUP) == followed(0)
+
+
+def test_a_block_is_followed_while_all_groups_hold_it_under_one_hash() -> None:
+    reader = Reader()
+    behind: dict[str, Any] = {"lookahead_token_ids": [[TOKENS[BLOCK]], [TOKENS[2 * BLOCK]]]}
+    reader.take(stored([1, 2], **full(), **behind), stored([1, 2], **window(5), **behind))
+    assert reader.of(FOLLOWED_GROUP) == followed(0, 1)
+    reader.take(removed(2, group_idx=1), stored([12], 1, 1, **window(5), lookahead_token_ids=[[7]]))
+    assert reader.of(1) == set(NAMES[:2]), "another hash of the block has the same name"
+    assert reader.of(FOLLOWED_GROUP) == followed(0)
+    reader.take(stored([2], 1, 1, **state(2), lookahead_token_ids=[[TOKENS[2 * BLOCK]]]))
+    assert reader.of(FOLLOWED_GROUP) == set(), "a group that is met later has none of the blocks before it"
+    reader.take(stored([2], 1, 1, **window(5), lookahead_token_ids=[[TOKENS[2 * BLOCK]]]))
+    assert reader.of(FOLLOWED_GROUP) == followed(1)
+    assert reader.reports[-1].following_tokens == 1
+
+
+@pytest.mark.parametrize("behind", [None, [], [[1]], [[1], []], [[1], [-1]], [[1], ["a"]], [[1], 2], [[], []]])
+def test_tokens_behind_blocks_that_make_no_sense_are_not_looked_at(behind: Any) -> None:
+    reader = Reader()
+    reader.take(stored([1, 2], lookahead_token_ids=behind))
+    assert (reader.reports, reader.of()) == ([], set(NAMES[:2]))
+
+
 @pytest.mark.parametrize("pair", [[1], [1, 2, 3], 4, [-1, 2], [[1, 2], 3]])
 def test_a_pair_that_is_none_is_left_out_and_named(pair: Any) -> None:
     batch = decode_pub(frame_of([stored([1]) | {"token_ids": [[1, 2], [2, 3], [3, 4], pair]}]))
@@ -181,6 +223,15 @@ def test_no_event_is_longer_than_events_may_be(monkeypatch: pytest.MonkeyPatch) 
     gone = reader.take(removed(2, 1))
     assert [len(unpack_hashes(each.sequence_hashes)) for each in gone if isinstance(each, BlocksRemoved)] == [8, 2]
     assert reader.of() == set()
+
+
+def test_a_larger_block_that_left_in_the_message_that_stores_it_keeps_its_parts() -> None:
+    small = window(5) | {"block_size": BLOCK}
+    reader = Reader()
+    reader.take(stored([1], **full(), **LARGE), stored([9, 1], **small))
+    reader.take(removed(1, group_idx=0))
+    reader.take(removed(9, 1, group_idx=1), stored([1], **full(), **LARGE), stored([9, 1], **small))
+    assert reader.of() == set(NAMES[:2])
 
 
 def test_of_smaller_blocks_than_full_attentions_the_last_stands_for_all() -> None:
@@ -264,6 +315,25 @@ def test_a_group_that_lacks_what_it_needs_is_why_full_attention_computes_again()
     reader.take(removed(4, group_idx=1))
     reader.take(stored([4, 5], 3, 3, **full()), stored([4, 5], 3, 3, **window(2 * BLOCK + 1)))
     assert all(not report.recomputed_blocks for report in reader.reports)
+
+
+def test_windows_need_not_hold_what_is_computed_again_where_only_full_attention_drafts() -> None:
+    reader, of_window = Reader(), window(2 * BLOCK + 1)
+    reader.take(stored([1, 2, 3, 4], **full()), stored([1, 2, 3, 4], **of_window))
+    reader.take(stored([4, 5], 3, 3, **full()), stored([4, 5], 3, 3, **of_window))
+    assert (reader.reports[-1].recomputed_blocks, reader.reports[-1].recomputes_windows) == (1, True)
+    reader.take(removed(3, group_idx=1))
+    for _ in range(8):
+        reader.take()  # others are served
+    reader.take(stored([3, 4], 2, 2, **full()), stored([3, 4], 2, 2, **of_window))
+    assert (reader.reports[-1].recomputed_blocks, reader.reports[-1].recomputes_windows) == (1, False)
+
+
+def test_a_prompt_whose_first_block_is_all_that_is_held_and_is_computed_again_shows_it() -> None:
+    reader = Reader()
+    resumed(reader, 0, 1)
+    reader.take(stored([1, 12]) | {"token_ids": [*TOKENS[:BLOCK], 1, 2, 3, 4]})
+    assert reader.reports == [GroupsReported((), recomputed_blocks=1)]
 
 
 def test_another_life_of_an_engine_may_be_another_engine() -> None:

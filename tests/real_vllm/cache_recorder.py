@@ -1,8 +1,9 @@
 """Drives vLLM's own cache manager, with generated requests and no model, and records what it publishes and reuses.
 
 Run by the Python of an environment with vLLM, of which it imports the cache manager alone:
-``python cache_recorder.py KIND FIRST_SEED STREAMS REQUESTS OUTPUT``. The output is msgpack: for each stream the frames
-in order, and for each request how many frames came before it, its prompt, and the tokens that vLLM reused.
+``python cache_recorder.py DIRECTORY STREAMS REQUESTS MODEL ...``. For each model a file of msgpack is written: for each
+stream the frames in order, and for each request how many frames came before it, its prompt, and the tokens that vLLM
+reused. A model that this version does not have is left out.
 """
 
 from __future__ import annotations
@@ -53,12 +54,20 @@ def window(tokens: int, block_tokens: int = BLOCK_TOKENS) -> Any:
     return attention("SlidingWindowSpec", block_tokens, sliding_window=tokens)
 
 
+def mla() -> Any:
+    return attention("MLAAttentionSpec", BLOCK_TOKENS)
+
+
+def window_mla(tokens: int) -> Any:
+    return attention("SlidingWindowMLASpec", BLOCK_TOKENS, sliding_window=tokens)
+
+
 def chunked(tokens: int) -> Any:
     return attention("ChunkedLocalAttentionSpec", BLOCK_TOKENS, attention_chunk_size=tokens)
 
 
-def state(block_tokens: int = BLOCK_TOKENS) -> Any:
-    return specs.MambaSpec(block_size=block_tokens, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+def state(block_tokens: int = BLOCK_TOKENS, mode: str = "align") -> Any:
+    return specs.MambaSpec(block_size=block_tokens, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
 
 
 class Model:
@@ -71,17 +80,19 @@ class Model:
         drafts_in: tuple[int, ...] = (),
         looks_ahead: int = 0,
         reports: float = 0.0,
+        retained: int | None = None,
     ) -> None:
         """``drops``: the last block of a hit is computed again. ``looks_ahead``: hashes cover so many tokens more.
 
         ``drafts_in``: the groups that have layers of the draft model. ``reports``: the share of requests that have
-        what they reuse reported again.
+        what they reuse reported again. ``retained``: windows and states are kept so many tokens apart.
         """
         self.groups = groups
         self.drops = drops
         self.drafts_in = drafts_in
         self.looks_ahead = looks_ahead
         self.reports = reports
+        self.retained = retained
 
 
 MODELS: dict[str, Callable[[random.Random], Model]] = {
@@ -89,9 +100,15 @@ MODELS: dict[str, Callable[[random.Random], Model]] = {
     "full-window": lambda source: Model(full(), window(source.choice((20, 33, 64, 100)))),
     "full-windows": lambda source: Model(full(), window(32), window(source.choice((64, 100)))),
     "full-state": lambda source: Model(full(), state()),
+    "full-states-all": lambda source: Model(full(), state(mode="all")),
+    "full-state64": lambda source: Model(full(), state(64)),
     "window": lambda source: Model(window(source.choice((20, 33, 64, 100)))),
+    "mla-window": lambda source: Model(mla(), window_mla(source.choice((20, 33, 64, 100)))),
+    "full-window-retained": lambda source: Model(full(), window(source.choice((20, 33, 64))), retained=64),
+    "full-state-retained": lambda source: Model(full(), state(), retained=64),
     "full-chunked": lambda source: Model(full(), chunked(source.choice((32, 64, 128)))),
     "full32-window16": lambda source: Model(full(32), window(source.choice((20, 33, 64, 100)))),
+    "full32-window16-index16": lambda source: Model(full(32), window(source.choice((20, 33, 64, 100)))),
     "full32-window32": lambda source: Model(full(32), window(source.choice((40, 64, 100)), 32)),
     "full-drops": lambda source: Model(full(), drops=True),
     "full-window-drops": lambda source: Model(full(), window(source.choice((20, 33, 64, 100))), drops=True),
@@ -102,6 +119,7 @@ MODELS: dict[str, Callable[[random.Random], Model]] = {
     "full-ahead-3": lambda source: Model(full(), looks_ahead=DRAFTED_TOKENS),
     "full-window-ahead": lambda source: Model(full(), window(source.choice((20, 33, 64, 100))), looks_ahead=1),
     "full-state-ahead": lambda source: Model(full(), state(), looks_ahead=1),
+    "full-state-ahead-3": lambda source: Model(full(), state(), looks_ahead=DRAFTED_TOKENS),
     "full-reports": lambda source: Model(full(), reports=0.3),
     "full-window-reports": lambda source: Model(full(), window(source.choice((20, 33, 64))), reports=0.3),
     "full-state-reports": lambda source: Model(full(), state(), reports=0.3),
@@ -127,7 +145,13 @@ class Server:
             for number, group in enumerate(model.groups)
         ]
         blocks = source.choice((30, 45, 80, 160)) * len(groups)
-        config = fitting(specs.KVCacheConfig, num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        config = fitting(
+            specs.KVCacheConfig,
+            num_blocks=blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=groups,
+            prefix_cache_retention_interval=model.retained,
+        )
         self._manager = fitting(
             cache_manager.KVCacheManager,
             kv_cache_config=config,
@@ -263,10 +287,15 @@ def stream(kind: str, seed: int, count: int) -> tuple[list[bytes], list[tuple[in
 
 
 def main() -> None:
-    kind, first, streams, count, output = sys.argv[1:]
+    directory, streams, count, *kinds = sys.argv[1:]
     cache_utils.init_none_hash(hashing.sha256)
-    found = [stream(kind, seed, int(count)) for seed in range(int(first), int(first) + int(streams))]
-    Path(output).write_bytes(msgspec.msgpack.encode(found))
+    for kind in kinds:
+        try:
+            found = [stream(kind, seed, int(count)) for seed in range(int(streams))]
+        except AssertionError as error:
+            sys.stderr.write(f"{kind}: {error}\n")
+            continue
+        Path(directory, f"{kind}.msgpack").write_bytes(msgspec.msgpack.encode(found))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import zmq
 
+from poolgrid.kernel.index.following_tokens import FollowingTokens
 from poolgrid.kernel.index.prefix_index import PrefixIndex
 from poolgrid.kernel.kv_events.pub import decode_pub
 from poolgrid.kernel.kv_events.translation import EngineTranslator
@@ -88,7 +89,8 @@ class FrameReader:
         path = sequence_hashes(block_hashes(pack_tokens(prompt), size))
         index, deepest = self._projection.index, (len(prompt) - 1) // size
         groups = index.groups.reported
-        found = index.find(path, deepest)
+        count = index.groups.following_tokens
+        found = index.find(path, deepest, FollowingTokens.of(pack_tokens(prompt), size, count) if count else None)
         index.groups.reported = {}
         alone = index.find(path)
         index.groups.reported = groups

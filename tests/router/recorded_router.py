@@ -11,6 +11,7 @@ import msgspec
 
 from poolgrid.kernel.decision.decision import Decision
 from poolgrid.kernel.decision.policy import RoutingRequest
+from poolgrid.kernel.index.following_tokens import FollowingTokens
 from poolgrid.kernel.routing.inputs import (
     Booked,
     Expired,
@@ -34,7 +35,7 @@ from poolgrid.kernel.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.kernel.wire.hashing import pack_hashes
+from poolgrid.kernel.wire.hashing import pack_hashes, pack_tokens
 from poolgrid.kernel.wire.identifiers import WorkerKey
 from poolgrid.server.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.server.process.settings import with_constants
@@ -186,9 +187,12 @@ class RecordedRouter:
         request_id = f"request-{self.requests}"
         session = f"session-{conversation}" if self.requests % 5 else ""
         parent = "session-0" if conversation == 1 else ""
+        following = None
+        if self.state.projection.index.groups.following_tokens:
+            following = FollowingTokens(1, pack_tokens([chance.randrange(2) for _ in path]))
         routing = RoutingRequest(
             request_id, "m", len(path) * BLOCK_SIZE + 3, BLOCK_SIZE, len(path) + 1,
-            priority=self.requests % 2, session=session, tenant=7, parent=parent,
+            priority=self.requests % 2, session=session, tenant=7, parent=parent, following=following,
         )  # fmt: skip
         down = {worker_key(chance.choice(NAMES)): "unreachable"} if chance.random() < 0.2 else {}
         now_ms = self.clock.monotonic_ms()

@@ -13,9 +13,9 @@ from poolgrid.kernel.decision.policy import RoutingRequest
 from poolgrid.kernel.journal.framing import FILE_HEADER, JournalCorrupt, frame, payload_at, scan
 from poolgrid.kernel.journal.stored_records import offset_of
 from poolgrid.kernel.routing.inputs import WorkerWanted
-from poolgrid.kernel.wire.events import StreamStateChanged
-from poolgrid.kernel.wire.hashing import unpack_hashes
-from poolgrid.kernel.wire.identifiers import StreamState
+from poolgrid.kernel.wire.events import FOLLOWED_GROUP, BlocksStored, GroupsReported, StreamStateChanged
+from poolgrid.kernel.wire.hashing import child_hash, pack_hashes, pack_tokens, unpack_hashes
+from poolgrid.kernel.wire.identifiers import StreamState, Tier
 from poolgrid.server.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.server.consolidator.journal.inspection import state_at
 from poolgrid.server.router.decision_journal.entries import (
@@ -79,6 +79,24 @@ def test_a_workers_stream_that_became_suspect_is_replayed_with_the_predictions_i
     assert router.projection.trust.verdicts > 0
     assert outcome.difference is None
     assert outcome.identical == router.made
+
+
+def look_ahead(router: RecordedRouter, number: int) -> None:
+    """Half of the workers have engines whose hashes cover the token behind a block; they hold some blocks with one."""
+    for worker in [*sorted(router.joined)][::2]:
+        router.say(worker, GroupsReported((), following_tokens=1))
+        names = [child_hash(pack_tokens([number % 2]), 1000 * (number % 4) + block) for block in range(30)]
+        router.say(worker, BlocksStored(None, pack_hashes(names), Tier.DEVICE, FOLLOWED_GROUP))
+
+
+def test_the_tokens_behind_blocks_are_recorded() -> None:
+    router = recorded(steps=200, seed=3, change=look_ahead)
+
+    outcome = router.replay()
+
+    assert outcome.difference is None
+    assert outcome.identical == router.made > 30
+    assert any(made.request.following for made in entries_of(router.decisions_disk, DecisionMade))
 
 
 def kept_from_each_segment(router: RecordedRouter) -> list[FakeDisk]:

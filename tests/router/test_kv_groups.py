@@ -11,6 +11,7 @@ import random
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from poolgrid.kernel.consolidation.pool_state import MemberRank, PoolState
 from poolgrid.kernel.index import group_index
+from poolgrid.kernel.index.following_tokens import FollowingTokens
 from poolgrid.kernel.index.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 from poolgrid.kernel.kv_events import translation
 from poolgrid.kernel.kv_events.pub import decode_pub
@@ -30,7 +32,9 @@ from poolgrid.kernel.projection.projection import Projection
 from poolgrid.kernel.wire import codec
 from poolgrid.kernel.wire.errors import DecodeError
 from poolgrid.kernel.wire.events import (
+    FOLLOWED_GROUP,
     AnyEvent,
+    BlocksRemoved,
     BlocksStored,
     CacheCleared,
     GroupsReported,
@@ -38,14 +42,14 @@ from poolgrid.kernel.wire.events import (
     KvGroup,
     WorkerJoined,
 )
-from poolgrid.kernel.wire.hashing import block_hashes, pack_hashes, pack_tokens, sequence_hashes
+from poolgrid.kernel.wire.hashing import block_hashes, child_hash, pack_hashes, pack_tokens, sequence_hashes
 from poolgrid.kernel.wire.identifiers import Tier, WorkerId, WorkerKey
 from poolgrid.kernel.wire.limits import WINDOW_BLOCKS_MAX
 from tests.consolidator.pub_engine import frame_of
 from tests.counted_lines import CountedLines
 from tests.examples import examples
 from tests.real_vllm.hybrid import FrameReader
-from tests.real_vllm.promises import LARGE_BLOCKS, Asked, judged
+from tests.real_vllm.promises import BLOCK_SIZES, Asked, judged
 from tests.real_vllm.servers import BLOCK_SIZE
 from tests.router.fleet_builder import make_card
 
@@ -429,10 +433,44 @@ LEARNT = {"full-drops": 2, "full-window-drops": 1, "full-state-drops": 3}
 
 @pytest.mark.parametrize("model", MANAGERS)
 def test_what_is_promised_is_what_vllms_cache_managers_reuse(model: str) -> None:
-    found = judged([MANAGERS[model]], LARGE_BLOCKS.get(model, 16))
+    found = judged([MANAGERS[model]], BLOCK_SIZES.get(model, 16))
+    if "ahead" in model:
+        assert found.too_many == 0, "what is behind a block is looked at"
     assert (found.requests, found.too_few) == (40, 0)
     assert found.too_many <= LEARNT.get(model, 0)
     assert found.reused_tokens > 1000
+
+
+def test_the_tokens_behind_blocks_are_those_of_the_prompt() -> None:
+    for size, count, length in product((1, 3, 16), (1, 4), (0, 1, 15, 16, 17, 20, 48, 51)):
+        tokens = list(range(1000, 1000 + length))
+        following = FollowingTokens.of(pack_tokens(tokens), size, count)
+        for blocks in range(1, length // size + 2):
+            behind = tokens[blocks * size :][:count]
+            told = pack_tokens(behind) if len(behind) == count else b""
+            assert following.behind(blocks, count) == told
+            assert following.behind(blocks, 1) == told[:4]
+
+
+def test_a_place_counts_only_with_the_tokens_behind_it() -> None:
+    index, worker, tokens = PrefixIndex(), WorkerKey(WorkerId("w")), [*range(100, 114)]
+    bit, path = 1 << index.slot(worker), names_of(tokens)
+    index.report_groups(worker, GroupsReported((), following_tokens=2))
+    index.store(worker, None, path)
+    held = [child_hash(pack_tokens(tokens[end : end + 2]), path[end // BLOCK - 1]) for end in (4, 8, 12)]
+    index.change_group(worker, BlocksStored(None, pack_hashes(held), Tier.DEVICE, FOLLOWED_GROUP))
+
+    def promised(prompt: list[int]) -> int:
+        found = index.find(names_of(prompt), None, FollowingTokens.of(pack_tokens(prompt), BLOCK, 2))
+        return max((depth for depth, mask in found if mask & bit), default=0)
+
+    assert promised(tokens) == 3
+    assert promised([*tokens[:13], 1]) == 2, "the prompt parts from it within the tokens behind the last block"
+    assert promised(tokens[:13]) == 2, "the prompt ends before these"
+    assert promised([*tokens[:8], 1, 2, 3, 4, 5, 6]) == 1
+    assert index.find(path) == [(3, bit)], "without a prompt's tokens its blocks decide"
+    index.change_group(worker, BlocksRemoved(pack_hashes(held[2:]), Tier.DEVICE, FOLLOWED_GROUP))
+    assert promised(tokens) == 2
 
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "kv_groups"

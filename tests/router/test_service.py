@@ -26,7 +26,10 @@ from poolgrid.kernel.routing.selector import Selector
 from poolgrid.kernel.wire import codec
 from poolgrid.kernel.wire.card import MediaSpec, WorkerCard, WorkerLimits
 from poolgrid.kernel.wire.events import (
+    FOLLOWED_GROUP,
     AnyEvent,
+    BlocksStored,
+    GroupsReported,
     JournalRecord,
     PrefillCompleted,
     RequestStarted,
@@ -34,8 +37,8 @@ from poolgrid.kernel.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.kernel.wire.hashing import pack_tokens
-from poolgrid.kernel.wire.identifiers import Role, StreamState, WorkerId, WorkerKey
+from poolgrid.kernel.wire.hashing import block_hashes, child_hash, pack_hashes, pack_tokens, sequence_hashes
+from poolgrid.kernel.wire.identifiers import Role, StreamState, Tier, WorkerId, WorkerKey
 from poolgrid.kernel.wire.ingest import LoadingWorker
 from poolgrid.kernel.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.kernel.wire.requests import (
@@ -368,6 +371,23 @@ async def test_who_asks_again_at_once_goes_to_the_worker_that_computed_the_promp
                 shared = overlap if name == "again" else overlap and (800 - 100) // 16
                 assert decision.overlap_blocks == shared
                 assert not overlap or service.links.get(router.sent[-1]) is service.links.to_worker(decision.worker)
+
+
+async def test_where_hashes_look_ahead_the_tokens_behind_a_prompts_blocks_count() -> None:
+    tokens = [*range(66)]
+    path = sequence_hashes(block_hashes(pack_tokens(tokens), 16))
+    behind = [child_hash(pack_tokens(tokens[16 * end :][:2]), path[end - 1]) for end in range(1, 5)]
+    async with routed() as router:
+        router.feed.tell(
+            (OLD, WorkerJoined(card(BEFORE))),
+            (OLD, GroupsReported((), following_tokens=2)),
+            (OLD, BlocksStored(None, pack_hashes(path))),
+            (OLD, BlocksStored(None, pack_hashes(behind), Tier.DEVICE, FOLLOWED_GROUP)),
+        )
+        router.bring_up(BEFORE)
+        for asked, overlap in ((tokens, 4), ([*tokens[:65], 7], 3), (tokens[:65], 3), ([*tokens[:20], 7], 1)):
+            decision = router.service.preview(like(REQUEST, token_ids=pack_tokens(asked)))
+            assert decision.overlap_blocks == overlap
 
 
 async def test_a_worker_that_has_nothing_of_this_router_to_do_gets_a_request_at_once() -> None:

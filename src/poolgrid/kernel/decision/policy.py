@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from poolgrid.kernel.index.following_tokens import FollowingTokens
 from poolgrid.kernel.wire.hashing import stable_u64
 from poolgrid.kernel.wire.identifiers import Stage, WorkerKey, name_of
 
@@ -134,6 +135,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     by_text: bool = False
     """Whether ``path`` is made of the prompt's text, because its tokens are not known: no event names such blocks, so
     the router's own choices stand in for the index."""
+    following: FollowingTokens | None = None
+    """The tokens behind its blocks, where workers have engines whose hashes look ahead."""
 
     @property
     def drawn_by(self) -> str:

@@ -9,11 +9,14 @@ Rules
     3. An engine computes at least the last token of a prompt, so ``deepest`` limits the places that count: it matters
        only here, where the place before may be out of reach.
     4. An engine whose drafting layers make it compute the last of the blocks that it holds again resumes so many blocks
-       before (``GroupsReported.recomputed_blocks``): full attention and windows must hold them, states need not.
-    5. A block is held while it lies on any tier. Full attention alone decides which tier a reuse comes from.
-    6. At most ``blocks_max`` blocks; beyond it the oldest go, and are counted. Dropped workers are swept a slice at a
+       before (``GroupsReported.recomputed_blocks``): full attention must hold them, windows where these have drafting
+       layers too, states need not.
+    5. An engine whose hashes look ahead (``GroupsReported.following_tokens``) resumes a prompt behind a block only
+       where all groups hold it with the tokens behind it.
+    6. A block is held while it lies on any tier. Full attention alone decides which tier a reuse comes from.
+    7. At most ``blocks_max`` blocks; beyond it the oldest go, and are counted. Dropped workers are swept a slice at a
        time with all else of the index.
-    7. A worker that reported no groups costs one test of a mask; a pool without any, one of an empty dict.
+    8. A worker that reported no groups costs one test of a mask; a pool without any, one of an empty dict.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ from itertools import accumulate
 from operator import and_
 from typing import Final
 
+from poolgrid.kernel.index.following_tokens import FollowingTokens
 from poolgrid.kernel.index.intrusive_lru import IntrusiveLru, LruEntry
 from poolgrid.kernel.index.sharded_map import SHARD_ENTRIES, ShardedMap
-from poolgrid.kernel.wire.events import GroupsReported, KvGroup
+from poolgrid.kernel.wire.events import FOLLOWED_GROUP, GroupsReported, KvGroup
+from poolgrid.kernel.wire.hashing import child_hash
 from poolgrid.kernel.wire.identifiers import Tier
 
 FIRST_PLACES: Final = 64
@@ -34,6 +39,9 @@ so on, each about a quarter of a microsecond."""
 
 CLEARED_COSTS: Final = 3
 """Entries that could be looked at while one is taken out of its map and links."""
+
+_FOLLOWED: Final = KvGroup(0)
+"""Where blocks are that are named with the tokens behind them."""
 
 ALL: Final = -1
 """The mask that every worker is in."""
@@ -72,13 +80,21 @@ class GroupIndex:
     def report_of(self, bit: int) -> GroupsReported | None:
         return next((report for report, mask in self.reported.items() if mask & bit), None)
 
+    @property
+    def following_tokens(self) -> int:
+        """Return how many tokens behind a block the hashes of any worker cover."""
+        return max((report.following_tokens for report in self.reported), default=0)
+
     def report(self, bit: int, report: GroupsReported | None) -> None:
-        """Take a worker's groups; ``None`` or an empty report = full attention alone, and nothing is recomputed."""
+        """Take a worker's groups; ``None`` or an empty report = full attention alone, as all engines have it."""
         for known in [known for known, mask in self.reported.items() if mask & bit]:
             self.reported[known] &= ~bit
             if not self.reported[known]:
                 del self.reported[known]
-        if report is not None and (report.groups or report.recomputed_blocks or not report.has_full_attention):
+        if report is None:
+            return
+        is_plain = report.has_full_attention and not report.groups
+        if not is_plain or report.recomputed_blocks or report.following_tokens:
             self.reported[report] = self.reported.get(report, 0) | bit
 
     def store(self, bit: int, group: int, hashes: Iterable[int], tier: Tier) -> None:
@@ -112,6 +128,8 @@ class GroupIndex:
 
     def _place(self, bit: int, group: int, tier: Tier) -> tuple[KvGroup, Tier] | None:
         report = self.report_of(bit)
+        if report is not None and group == FOLLOWED_GROUP and report.following_tokens:
+            return _FOLLOWED, tier
         return None if report is None or group > len(report.groups) else (report.groups[group - 1], tier)
 
     def _clear(self, block: GroupBlock, bits: int) -> None:
@@ -122,10 +140,17 @@ class GroupIndex:
 
     # Where prompts can be resumed
 
-    def resumable(self, path: Sequence[int], found: Depths, live: int, deepest: int | None) -> Depths:
+    def resumable(
+        self,
+        path: Sequence[int],
+        found: Depths,
+        live: int,
+        deepest: int | None,
+        following: FollowingTokens | None = None,
+    ) -> Depths:
         """Return full attention's result for a path (``found``), corrected for the workers with several groups.
 
-        ``deepest`` is the last place that counts for these.
+        ``deepest`` is the last place that counts for these; ``following`` are the tokens behind the prompt's blocks.
         """
         several = 0
         at: dict[int, int] = {}
@@ -140,30 +165,42 @@ class GroupIndex:
             again = report.recomputed_blocks
             depths = [(min(depth, most) - again, holders) for depth, holders in depths if min(depth, most) > again]
             if depths and all(group.needed_blocks for group in report.groups):
-                self._resume(report, path, depths, limit, at)
+                self._resume(report, path, depths, limit, following, at)
         for depth, holders in found:
             if holders & ~several:
                 at[depth] = at.get(depth, 0) | holders & ~several
         return sorted(at.items(), reverse=True)
 
     def _resume(
-        self, report: GroupsReported, path: Sequence[int], depths: Depths, limit: int, at: dict[int, int]
+        self,
+        report: GroupsReported,
+        path: Sequence[int],
+        depths: Depths,
+        limit: int,
+        following: FollowingTokens | None,
+        at: dict[int, int],
     ) -> None:
         """Enter workers at the deepest place, at most as deep as full attention, where all groups can be resumed."""
         end, places = min(depths[0][0], limit), FIRST_PLACES
+        count = 0 if following is None or following.count < report.following_tokens else report.following_tokens
         waiting = passed = 0
         while end > 0:
             begin = max(0, end - places)
             able = [ALL] * (end - begin)
             for group in report.groups:
                 # A state is that of one place; windows are looked up as full attention is, and cut with it.
-                again = report.recomputed_blocks if group.needed_blocks > 1 else 0
+                is_longer = group.needed_blocks > 1 and report.recomputes_windows
+                again = report.recomputed_blocks if is_longer else 0
                 able = list(map(and_, able, self._able(group, path, begin, end, again)))
             for depth in range(end, begin, -1):
                 while passed < len(depths) and depths[passed][0] >= depth:
                     waiting |= depths[passed][1]
                     passed += 1
                 resumed = able[depth - begin - 1] & waiting
+                if resumed and count:
+                    tokens = following.behind(depth, count)  # type: ignore[union-attr]
+                    name = child_hash(tokens, path[depth - 1])
+                    resumed &= self._holders(_FOLLOWED, [name])[0] if tokens else 0
                 if resumed:
                     at[depth] = at.get(depth, 0) | resumed
                     waiting ^= resumed

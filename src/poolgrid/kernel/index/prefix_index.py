@@ -46,6 +46,7 @@ from itertools import islice
 from typing import Final
 
 from poolgrid.kernel.index.block_locator import GONE
+from poolgrid.kernel.index.following_tokens import FollowingTokens
 from poolgrid.kernel.index.group_index import GroupIndex
 from poolgrid.kernel.index.lower_tiers import LowerTiers, TierOverlap, add_bits
 from poolgrid.kernel.index.run_forest import Run
@@ -557,15 +558,18 @@ class PrefixIndex:
 
     # -- queries ---------------------------------------------------------------------------------------------------
 
-    def find(self, path: Sequence[int], deepest: int | None = None) -> list[tuple[int, int]]:
+    def find(
+        self, path: Sequence[int], deepest: int | None = None, following: FollowingTokens | None = None
+    ) -> list[tuple[int, int]]:
         """Return groups ``(depth, mask)``, deepest first: the workers of ``mask`` hold exactly ``depth`` blocks.
 
         ``depth`` counts leading blocks of the path. Masks are disjoint; a worker that holds nothing of the path is in
-        none. For workers with several KV groups it is the deepest place to resume, at most ``deepest``.
+        none. For workers with several KV groups it is the deepest place to resume, at most ``deepest``; where hashes
+        look ahead, the tokens ``following`` the blocks of the path count, without which they are not looked at.
         """
         found = self._reach.find(path, self._live)
         groups = self.groups
-        return groups.resumable(path, found, self._live, deepest) if groups.reported else found
+        return groups.resumable(path, found, self._live, deepest, following) if groups.reported else found
 
     def holders(self, path: Sequence[int]) -> list[tuple[int, int]]:
         """Return the same as ``find`` of full attention alone: what is stored, wherever an engine can resume."""

@@ -10,7 +10,7 @@ both are read at both levels. Rules for this file:
    leaving it out would claim blocks that are gone.
 3. Where drafting layers look ahead, a block's hash covers tokens behind it: the tokens come as pairs, each with the one
    that follows (SGLang with EAGLE), or those behind are named besides (vLLM from 0.33 on). A block is named here by its
-   own tokens alone, so several hashes of an engine may stand for one name.
+   own tokens alone, so several hashes of an engine may stand for one name; those behind are ``EngineStored.following``.
 4. Chunked attention needs the blocks of the chunk that a place is in. No event has the size of a chunk; the last of
    these blocks stands for all, which are stored together and evicted from their end on.
 
@@ -25,6 +25,7 @@ both are read at both levels. Rules for this file:
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,9 @@ TIERS: dict[str | None, Tier] = {
     "STORAGE": Tier.DISK,
 }
 HASH_BYTES_MAX = 64
+FOLLOWING_TOKENS_MAX = 16
+"""Tokens behind a block that its hash may cover; engines draft up to eight."""
+
 
 _U64 = 2**64 - 1
 _TIME_MS_MAX = 2**53
@@ -72,7 +76,15 @@ _STORED_SINCE_SALT = (
     "kv_cache_spec_sliding_window",
     "locality",
 )
-_STORED_SINCE_GROUPS = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality")
+_STORED_SINCE_GROUPS = (
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+    "locality",
+    "ownership",
+    "session_id",
+    "lookahead_token_ids",
+)
 _RANK_NAMES = ("data_parallel_rank", "attn_dp_rank", "dp_rank")
 """What the third field of an envelope is called in a map, by lineage."""
 _REMOVED = ("block_hashes", "medium", "group_idx", "kv_cache_spec_kind", "window", "locality")
@@ -98,6 +110,8 @@ class EngineStored:
     window_tokens: int | None = None
     """What the layers of the group need of a prefix to continue behind it: ``None`` = all of it, n = n tokens with the
     one that comes next (a sliding window), 0 = the last block alone, which has their state, or the end of a chunk."""
+    following: Sequence[bytes] = ()
+    """Of each block, in the form of ``token_bytes``, the tokens behind it that its hash covers too; empty = none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +214,7 @@ def event_fields(raw: Any) -> tuple[Any, dict[Any, Any]]:
         if kind == "BlockStored":
             # Two lineages put different things behind extra_keys; the group's number tells which it is.
             groups = len(values) > len(_STORED) and type(values[len(_STORED)]) is int
-            names = _STORED + (_STORED_SINCE_GROUPS if groups else _STORED_SINCE_SALT)
+            names: tuple[str, ...] = _STORED + (_STORED_SINCE_GROUPS if groups else _STORED_SINCE_SALT)
         else:
             names = _REMOVED
         return kind, dict(zip(names, values, strict=False))
@@ -222,11 +236,15 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     tokens = fields.get("token_ids")
     if not isinstance(tokens, list) or fields.get("block_mm_infos"):
         raise _Senseless("token_ids")
+    behind = fields.get("lookahead_token_ids")
     if tokens and type(tokens[0]) is list:
-        tokens = _firsts(tokens)
+        tokens, seconds = _parted(tokens)
+        behind = [[token] for token in seconds[block_size - 1 :: block_size]]
+    following = _following(behind, len(hashes))
     before_media = _before_media(tokens, fields.get("mm_keys"), block_size)
     if before_media is not None:
         hashes, tokens = hashes[:before_media], tokens[: before_media * block_size]
+        following = following[:before_media]
     try:
         token_bytes = struct.pack(f"<{len(tokens)}I", *tokens)
     except struct.error:
@@ -239,20 +257,34 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     salt, of_text = _salt_of_keys(fields.get("extra_keys"), lora, salt, parent is None)
     if of_text is not None:
         # The blocks from an image on cannot be named by their tokens alone; those before it are as any others.
-        hashes = hashes[:of_text]
+        hashes, following = hashes[:of_text], following[:of_text]
         # Of a window the event leaves blocks out, so which tokens these are is not known.
         token_bytes = token_bytes[: TOKEN_BYTES * of_text * block_size] if window is None else b""
     # A block below a parent has the parent's adapter and salt, of which the event may name the first alone.
     seed = hash_seed(lora, salt) if parent is None and (lora or salt) else None
     above = None if parent is None else _hash(parent)
-    return EngineStored(hashes, above, token_bytes, block_size, seed, tier, group, window)
+    return EngineStored(hashes, above, token_bytes, block_size, seed, tier, group, window, following)
 
 
-def _firsts(pairs: list[Any]) -> list[Any]:
-    """Return the tokens of which each comes with the next."""
+def _following(tokens: Any, blocks: int) -> list[bytes]:
+    """Return the tokens behind each block as bytes; none where they are not told of all blocks in equal number."""
+    if not isinstance(tokens, list) or len(tokens) != blocks or not blocks:
+        return []
+    count = len(tokens[0]) if isinstance(tokens[0], list) else 0
+    if not 0 < count <= FOLLOWING_TOKENS_MAX:
+        return []
+    try:
+        pack = struct.Struct(f"<{count}I").pack
+        return [pack(*each) for each in tokens]
+    except (struct.error, TypeError):
+        return []
+
+
+def _parted(pairs: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the tokens of which each comes with the next, and those that come with them."""
     if not all(type(pair) is list and len(pair) == 2 for pair in pairs):
         raise _Senseless("token_ids")
-    return [pair[0] for pair in pairs]
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
 def _before_media(tokens: list[Any], keys: Any, block_size: int) -> int | None:

@@ -1,12 +1,15 @@
 """Where requests resume, as far as an engine's stored events show it: reports of reuse, and what is computed again.
 
-Two rules:
+Three rules:
 
 1. What is stored from the root on is a report of what a request reuses where all of it is held and the engine could
    have resumed behind some block of it: then it would compute none of what is before (vLLM's ``kv_cache_report_mode``).
 2. An engine whose drafting layers make it compute the last block of what it holds again shows that: what full attention
-   stores behind a parent begins with blocks that all groups hold, and more follow. Every engine computes the last
-   block of a prompt, so a chain that ends with such a block is judged by what comes next.
+   stores behind a parent begins with blocks that all groups hold, and more follow; or it begins with the first block of
+   a prompt, which alone is held. Every engine computes the last block of a prompt, so a chain that ends with such a
+   block is judged by what comes next.
+3. Windows must hold that block too, unless a request resumed before one that full attention held and a window did not:
+   then the drafting layers are all of full attention.
 """
 
 from __future__ import annotations
@@ -68,6 +71,8 @@ class Resumptions:
         """Begin another life: it may be that of another engine."""
         self.recomputed_blocks = 0
         """Last blocks of what is held that the engine computes again."""
+        self.recomputes_windows = True
+        """Whether windows must hold these too."""
         self.is_judged = False
         """Whether that is settled."""
         self._recomputed = 0
@@ -75,11 +80,11 @@ class Resumptions:
         self._resumed = 0
         """Those behind all that could be reused."""
         self._fresh: set[int] = set()
-        """Engine hashes that windows and states have stored in this message."""
+        """Engine hashes that a group has stored in this message for the first time."""
         self._removed: set[int] = set()
         """Those that left in this message: a request may have found them, and taken their places itself."""
-        self._ends: dict[int, None] = {}
-        """The last engine hashes of the latest stored events, oldest first."""
+        self._ends: dict[int, int] = {}
+        """The last engine hashes of the latest stored events, oldest first, and in which message they came."""
         self._messages = 0
         self._doubts: dict[int, int] = {}
         """In which message a chain ended with a block that may be the last of a prompt, which is always computed."""
@@ -97,8 +102,8 @@ class Resumptions:
         for engine_hash in [each for each, told in self._doubts.items() if told < self._messages - PREFILL_MESSAGES]:
             del self._doubts[engine_hash]
 
-    def note_other_group(self, new: Sequence[int]) -> None:
-        """Take note of what a window or a state did not hold before this message."""
+    def note_new(self, new: Sequence[int]) -> None:
+        """Take note of what a group did not hold before this message."""
         self._fresh.update(new)
 
     def note_removed(self, hashes: Sequence[int]) -> None:
@@ -124,7 +129,14 @@ class Resumptions:
             is_whole = whole.window_tokens is None or None not in self._groups
             judged = self._reports[end] = (is_whole and self._could_have_resumed_within(whole), set())
         judged[1].add(event.group)
+        if judged[0]:
+            self.note_report(event)
         return judged[0]
+
+    def note_report(self, event: EngineStored) -> None:
+        """Take note of a report: its request continues behind it, and so does one that computed all that was held."""
+        if not self.is_judged:
+            self._note_end(event.hashes[-1])
 
     def _could_have_resumed_within(self, event: EngineStored) -> bool:
         hashes, tier, again = event.hashes, event.tier, self.recomputed_blocks
@@ -144,7 +156,7 @@ class Resumptions:
         if not step or end % step:
             return False
         needed, last = needs.needed_blocks, end
-        if needed > 1:
+        if needed > 1 and self.recomputes_windows:
             needed, last = needed + self.recomputed_blocks, end + self.recomputed_blocks * step
         below = event.hashes[max(0, last - needed * step) : last][step - 1 :: step]
         return last <= len(event.hashes) and all(
@@ -154,26 +166,54 @@ class Resumptions:
     # What is computed again
 
     def judge(self, event: EngineStored) -> bool:
-        """Look where a request resumed, by what full attention stores; return whether ``recomputed_blocks`` changed."""
-        is_continued = event.parent in self._ends
-        self._note_end(event.hashes[-1])
-        if event.parent is None or event.tier is not Tier.DEVICE:
+        """Look where a request resumed, by what full attention stores; return whether what is known of it changed."""
+        if event.tier is not Tier.DEVICE:
             return False
-        if self._could_have_resumed(event, event.hashes[:-1]) or self._doubts.pop(event.parent, None) is not None:
+        hashes, parent, before = event.hashes, event.parent, (self.recomputed_blocks, self.recomputes_windows)
+        told = None if parent is None else self._ends.get(parent)
+        # An answer takes a message for each token at most until it fills the next block.
+        recent = self._messages - (PREFILL_MESSAGES if len(hashes) > 1 else event.block_size)
+        is_continued = told is not None and told >= recent
+        self._note_end(hashes[-1])
+        if parent is None:
+            self._recomputed += self._begins_again(event)
+        elif self._could_have_resumed(event, hashes[:-1]) or self._doubts.pop(parent, None) is not None:
             self._recomputed += 1
-        elif not is_continued and self._could_have_resumed(event, event.hashes):
-            self._doubts[event.hashes[-1]] = self._messages
-        elif not is_continued and event.hashes[0] not in self._removed:
+        elif not is_continued and self._could_have_resumed(event, hashes):
+            self._doubts[hashes[-1]] = self._messages
+        elif told is None and hashes[0] not in self._removed:
             full = self._groups[None].members.values()
-            self._resumed += all(event.hashes[0] not in copies[event.tier] for copies in full)
+            self._resumed += all(hashes[0] not in copies[event.tier] for copies in full)
+        if parent is not None and not is_continued:
+            self.recomputes_windows = self.recomputes_windows and not self._windows_lack(event)
         self.is_judged = self._recomputed + self._resumed >= RESUMPTIONS_MAX
-        before = self.recomputed_blocks
         self.recomputed_blocks = int(self._recomputed > RECOMPUTED_SHARE * self._resumed)
-        return self.recomputed_blocks != before
+        return (self.recomputed_blocks, self.recomputes_windows) != before
+
+    def _begins_again(self, event: EngineStored) -> bool:
+        """Return whether a prompt is computed from its beginning, of which the first block alone could be reused."""
+        first, *more = event.hashes[:2]
+        if not more or not self._removed.isdisjoint(event.hashes[:2]):
+            return False
+        full = self._groups[None].members.values()
+        return all(more[0] not in copies[event.tier] for copies in full) and self._could_have_resumed(event, [first])
+
+    def _windows_lack(self, event: EngineStored) -> bool:
+        """Return whether a request resumed before a block that full attention held and a window did not."""
+        engine_hash = event.hashes[0]
+        full = self._groups[None].members.values()
+        if engine_hash in self._removed or any(engine_hash not in copies[event.tier] for copies in full):
+            return False
+        return any(
+            engine_hash in self._fresh
+            or any(engine_hash not in copies[event.tier] for copies in group.members.values())
+            for group in self._groups.values()
+            if group.needs is not None and group.needs.needed_blocks > 1
+        )
 
     def _note_end(self, engine_hash: int) -> None:
         self._ends.pop(engine_hash, None)
-        self._ends[engine_hash] = None
+        self._ends[engine_hash] = self._messages
         if len(self._ends) > RECENT_ENDS:
             del self._ends[next(iter(self._ends))]
 

@@ -17,6 +17,8 @@ KV groups:
 
 4. A block that is larger than the index's is as many of the index's. Of a group whose blocks are smaller than those of
    full attention, or than the index's, the last within one of these stands for all of them.
+5. Where hashes look ahead, a prompt reaches the end of a block only with the tokens that the hash covers behind it. So
+   blocks that all groups hold under one hash are told again, named with these tokens (``FOLLOWED_GROUP``).
 
 An engine may hold a block several times: requests that compute the same prefix at the same time each fill blocks of
 their own, and each of them is stored, and later removed, under the same hash. So copies are counted by group. Where
@@ -34,8 +36,16 @@ from dataclasses import replace
 
 from poolgrid.kernel.kv_events.pub import UNKNOWN_KIND, EngineEvent, EngineRemoved, EngineStored
 from poolgrid.kernel.kv_events.resumptions import NOT_RESUMABLE, Resumptions, WireGroup
-from poolgrid.kernel.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, GroupsReported, KvGroup
-from poolgrid.kernel.wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, pack_hashes, sequence_hashes
+from poolgrid.kernel.wire.events import (
+    FOLLOWED_GROUP,
+    AnyEvent,
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    GroupsReported,
+    KvGroup,
+)
+from poolgrid.kernel.wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, child_hash, pack_hashes, sequence_hashes
 from poolgrid.kernel.wire.identifiers import Tier
 from poolgrid.kernel.wire.limits import BLOCKS_PER_EVENT_MAX, GROUPS_PER_WORKER_MAX, WINDOW_BLOCKS_MAX
 
@@ -49,10 +59,10 @@ ENGINE_GROUPS_MAX = 64
 Named = tuple[Sequence[int], Sequence[int], int | None]
 """Engine hashes, the sequence hashes that they stand for, and the sequence hash of the block before them."""
 
-_Ahead = tuple[dict[int, Named | None], dict[int, int]]
-"""What full attention stores in a message: its names by event, and all of them by engine hash."""
+_Ahead = tuple[dict[int, Named | None], dict[int, int], dict[int, tuple[int, ...]]]
+"""What full attention stores in a message: its names by event, and all of them and their parts by engine hash."""
 
-_NOTHING_NAMED: _Ahead = ({}, {})
+_NOTHING_NAMED: _Ahead = ({}, {}, {})
 
 
 class EngineTranslator:
@@ -77,6 +87,10 @@ class EngineTranslator:
         self._full_size = 0
         """Tokens in the largest block of full attention."""
         self._resumptions = Resumptions(self._groups, self._group_of, block_size)
+        self._following_tokens = 0
+        """Tokens behind a block that hashes cover; 0 = none, or blocks are of several sizes."""
+        self._followed: tuple[dict[int, int], dict[int, int], dict[int, int]] = ({}, {}, {})
+        """By tier: names with the tokens behind them of the engine hashes that all groups hold."""
         self._report: GroupsReported | None = None
         self._is_reported = True
         """Whether readers know it, as far as they still know anything."""
@@ -104,6 +118,7 @@ class EngineTranslator:
         self._known.clear()
         self._seeds.clear()
         self._parts.clear()
+        self._followed = ({}, {}, {})
         for group in self._groups.values():
             group.members = {number: ({}, {}, {}) for number in group.members}
             group.names = ({}, {}, {})
@@ -164,7 +179,8 @@ class EngineTranslator:
                     chain = [each for each in events[begin:end] if isinstance(each, EngineStored)]
                     hashes = [engine_hash for each in chain for engine_hash in each.hashes]
                     token_bytes = b"".join(each.token_bytes for each in chain)
-                    self._joined = first = replace(first, hashes=hashes, token_bytes=token_bytes)
+                    following = [tokens for each in chain for tokens in each.following]
+                    self._joined = first = replace(first, hashes=hashes, token_bytes=token_bytes, following=following)
             yield first
 
     def _look_ahead(self, events: list[EngineEvent]) -> _Ahead:
@@ -178,7 +194,7 @@ class EngineTranslator:
         for each in named.values():
             if each is not None:
                 fresh.update(zip(each[0], each[1], strict=False))
-        return named, fresh
+        return named, fresh, {each: self._parts[each] for each in fresh if each in self._parts} if self._parts else {}
 
     # Groups
 
@@ -190,14 +206,18 @@ class EngineTranslator:
         for event in events:
             if isinstance(event, EngineStored) and event.group not in self._group_of:
                 self._meet(event, out)
+                self._note_following(event, out)
         self._is_reported = True
         self._find_only()
         self._tell_groups(out)
 
     def _tell_groups(self, out: list[AnyEvent]) -> None:
-        needs, again = tuple(filter(None, self._groups)), self._resumptions.recomputed_blocks
-        report = GroupsReported(needs, None in self._groups or not needs, again)
-        if (needs or again or self._report is not None) and report != self._report:
+        needs, resumed = tuple(filter(None, self._groups)), self._resumptions
+        again, behind = resumed.recomputed_blocks, self._following_tokens
+        report = GroupsReported(
+            needs, None in self._groups or not needs, again, not again or resumed.recomputes_windows, behind
+        )
+        if (needs or again or behind or self._report is not None) and report != self._report:
             self._report = report
             out.append(report)
 
@@ -215,6 +235,16 @@ class EngineTranslator:
         if len(self._group_of) < ENGINE_GROUPS_MAX:
             group.members[event.group] = ({}, {}, {})
             self._group_of[event.group] = group
+
+    def _note_following(self, event: EngineStored, out: list[AnyEvent]) -> None:
+        """Take note of the tokens behind a block that a new group's hashes cover, and that it holds none yet."""
+        for tier in Tier:
+            out.extend(_removals([*self._followed[tier].values()], tier, FOLLOWED_GROUP))
+        self._followed = ({}, {}, {})
+        count = len(event.following[0]) // TOKEN_BYTES if event.following else 0
+        is_first = len(self._group_of) == 1
+        is_fit = count <= event.block_size == self._block_size and (is_first or count == self._following_tokens)
+        self._following_tokens = count if is_fit else 0
 
     def _needs_of(self, event: EngineStored) -> KvGroup | None:
         window, size = event.window_tokens, event.block_size
@@ -234,7 +264,7 @@ class EngineTranslator:
     def _lack(self, group: WireGroup, out: list[AnyEvent]) -> None:
         """Take back what a group holds: one that it has besides has nothing yet."""
         for tier in Tier:
-            out.extend(_removals(list(group.names[tier]), tier, group))
+            out.extend(_removals(list(group.names[tier]), tier, group.number))
         group.names = ({}, {}, {})
 
     # Names
@@ -315,7 +345,8 @@ class EngineTranslator:
         is_one = event is not self._joined
         is_longer = len(event.hashes) > self._resumptions.recomputed_blocks
         if is_one and event.parent is None and is_longer and all(each in on for each in event.hashes):
-            return  # a report of what is reused
+            self._resumptions.note_report(event)
+            return  # what is reused is no copy
         named = self._name(event)
         if named is None:
             return
@@ -331,8 +362,12 @@ class EngineTranslator:
             new = [each for each in dict.fromkeys(hashes) if each not in on]
             for each in hashes:
                 on[each] = on.get(each, 0) + 1
+        if not self._resumptions.is_judged:
+            self._resumptions.note_new(new)
         self._hold(new, group.names[tier])
         self._tell_stored(hashes, names, parent, tier, group, out)
+        if self._following_tokens and event.following:
+            self._tell_followed(event, new, out)
 
     def _store(
         self,
@@ -355,21 +390,43 @@ class EngineTranslator:
         on = member[tier]
         new = [each for each in dict.fromkeys(hashes) if each not in on]
         if not self._resumptions.is_judged:
-            if group.needs is not None:
-                self._resumptions.note_other_group(new)
-            elif self._resumptions.judge(event):
+            if group.needs is None and self._resumptions.judge(event):
                 self._tell_groups(out)
+            self._resumptions.note_new(new)
         for each in hashes:
             on[each] = on.get(each, 0) + 1
         known = self._known
         if len(self._group_of) > 1:
-            known.update(zip(hashes, names, strict=False))  # a removal in the same message may have taken them
+            # A removal in the same message may have taken them.
+            known.update(zip(hashes, names, strict=False))
+            if ahead[2]:
+                self._parts.update((each, ahead[2][each]) for each in hashes if each in ahead[2])
         others = group.others_of(member, tier)
         self._hold([each for each in new if all(each in other for other in others)], group.names[tier])
         lacking = [any(each not in other for other in others) for each in hashes] if others else ()
         for begin, end in _stretches(lacking, len(hashes)):
             above = names[begin - 1] if begin else parent
             self._tell_stored(hashes[begin:end], names[begin:end], above, tier, group, out)
+        if self._following_tokens and event.following:
+            self._tell_followed(event, new, out)
+
+    def _tell_followed(self, event: EngineStored, new: Sequence[int], out: list[AnyEvent]) -> None:
+        """Tell with the tokens behind them those of the blocks that are new in a group which all groups hold now."""
+        tier, known, followed = event.tier, self._known, self._followed[event.tier]
+        held = [copies[tier] for group in self._groups.values() for copies in group.members.values()]
+        whole = {each for each in new if all(each in copies for copies in held)}
+        behind = zip(event.hashes, event.following, strict=False)
+        told = {each: child_hash(tokens, known[each]) for each, tokens in behind if each in whole}
+        followed.update(told)
+        names = [*told.values()]
+        parts = (names[at : at + BLOCKS_PER_EVENT_MAX] for at in range(0, len(names), BLOCKS_PER_EVENT_MAX))
+        out.extend(BlocksStored(None, pack_hashes(part), tier, FOLLOWED_GROUP) for part in parts)
+
+    def _tell_unfollowed(self, hashes: Sequence[int], tier: Tier, out: list[AnyEvent]) -> None:
+        """Take back those of the blocks that a group does not hold any more."""
+        followed = self._followed[tier]
+        gone = [followed.pop(each) for each in hashes if each in followed]
+        out.extend(_removals(gone, tier, FOLLOWED_GROUP))
 
     def _hold(self, new: Sequence[int], held: dict[int, int]) -> None:
         """Count the names of engine hashes that are held from now on."""
@@ -426,7 +483,9 @@ class EngineTranslator:
                     gone.append(name)
                 if not others or not any(engine_hash in each for each in others):
                     self._forget_hash(engine_hash)
-        out.extend(_removals(gone, tier, group))
+        out.extend(_removals(gone, tier, group.number))
+        if self._following_tokens:
+            self._tell_unfollowed([each for each in event.hashes if each not in on], tier, out)
 
     def _remove(self, event: EngineRemoved, out: list[AnyEvent]) -> None:
         group = self._group_of.get(event.group)
@@ -463,12 +522,14 @@ class EngineTranslator:
                 self._let_go(engine_hash, group.names[tier], gone)
             if not any(engine_hash in held for held in others):
                 self._forget_hash(engine_hash)
-        out.extend(_removals(gone, tier, group))
+        out.extend(_removals(gone, tier, group.number))
+        if self._following_tokens:
+            self._tell_unfollowed([each for each in event.hashes if each not in on], tier, out)
 
 
-def _removals(gone: Sequence[int], tier: Tier, group: WireGroup) -> Iterator[BlocksRemoved]:
+def _removals(gone: Sequence[int], tier: Tier, group: int) -> Iterator[BlocksRemoved]:
     for at in range(0, len(gone), BLOCKS_PER_EVENT_MAX):
-        yield BlocksRemoved(pack_hashes(gone[at : at + BLOCKS_PER_EVENT_MAX]), tier, group.number)
+        yield BlocksRemoved(pack_hashes(gone[at : at + BLOCKS_PER_EVENT_MAX]), tier, group)
 
 
 def _is_held(only: WireGroup, event: EngineEvent) -> bool:

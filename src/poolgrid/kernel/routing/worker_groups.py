@@ -188,7 +188,7 @@ def overlap_columns(
     elif path:
         index = projection.index
         if index.groups.reported:
-            found, computed = _resumed(projection, group, path, (request.isl - 1) // request.block_size)
+            found, computed = _resumed(projection, group, path, request)
         else:
             found, computed = index.find(path), projection.trust.computed.overlaps(path)
         if found:
@@ -205,13 +205,14 @@ def overlap_columns(
 
 
 def _resumed(
-    projection: Projection, group: WorkerGroup, path: Sequence[int], deepest: int
+    projection: Projection, group: WorkerGroup, path: Sequence[int], request: RoutingRequest
 ) -> tuple[list[tuple[int, int]], list[tuple[WorkerKey, int]]]:
     """Return the overlap by the index and just computed prompts, where some workers have several KV groups.
 
     These can resume at the end of such a prompt, where the window and the state are those that it left.
     """
     index, computed = projection.index, projection.trust.computed
+    deepest = (request.isl - 1) // request.block_size
     several = {
         worker
         for mask in index.groups.reported.values()
@@ -220,7 +221,7 @@ def _resumed(
     }
     prompts = [(worker, depth) for worker, depth in computed.overlaps(path) if worker not in several]
     prompts += [(worker, depth) for worker, depth in computed.continued(path) if worker in several and depth <= deepest]
-    return index.find(path, deepest), prompts
+    return index.find(path, deepest, request.following), prompts
 
 
 def _set(columns: Columns, row: int, device: int, host: int = 0, disk: int = 0) -> None:

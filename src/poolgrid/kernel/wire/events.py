@@ -11,7 +11,7 @@ say what the kind means to it (they end in ``assert_never``), and tests the colu
 
 from __future__ import annotations
 
-from typing import Annotated, final
+from typing import Annotated, Final, final
 
 import msgspec
 from msgspec import Meta
@@ -31,6 +31,9 @@ from poolgrid.kernel.wire.identifiers import (
 )
 from poolgrid.kernel.wire.limits import EVENTS_PER_BATCH_MAX, GROUPS_PER_WORKER_MAX, WINDOW_BLOCKS_MAX
 from poolgrid.kernel.wire.sessions import SessionTurn, TurnAnswer
+
+FOLLOWED_GROUP: Final = GROUPS_PER_WORKER_MAX
+"""Group of blocks that are named with the tokens behind them (``GroupsReported.following_tokens``)."""
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
@@ -224,6 +227,11 @@ class GroupsReported(Event, frozen=True):
     recomputed_blocks: U32 = 0
     """Last blocks of what is held that the engine computes again, as drafting layers make it do: full attention and
     windows must hold so many blocks behind the place where a prompt is resumed. States need none."""
+    recomputes_windows: bool = True
+    """Whether windows must hold them too: not where the draft model's layers are all of full attention."""
+    following_tokens: U32 = 0
+    """Tokens behind a block that the engine's hash of it covers too. Group ``FOLLOWED_GROUP`` then holds each block
+    that all groups hold by ``child_hash`` of these tokens, and a prompt can be resumed behind no other."""
 
 
 AnyEvent = (
