@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "kernel.wire": ("kernel.output_formats",),
     "kernel.kv_events": ("kernel.wire",),
     "kernel.index": ("kernel.wire",),
-    "kernel.decision": ("kernel.wire",),
+    "kernel.decision": ("kernel.wire", "kernel.index.following_tokens"),
     "kernel.requests": ("kernel.wire",),
     "kernel.pool_grids": ("kernel.wire",),
     "kernel.consolidation": ("kernel.wire", "kernel.kv_events", "kernel.index.sharded_map"),
