@@ -31,7 +31,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
         found.append(settings)
 
     monkeypatch.setattr("poolgrid.server.workers.bootstrap.serve", serve)
-    monkeypatch.setattr(worker_command, "run_service", lambda name, log, run, worker: _run(run))
+    monkeypatch.setattr(worker_command, "run_service", lambda name, log, prepare, worker: _run(prepare()))
     return found
 
 

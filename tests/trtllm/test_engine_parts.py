@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.kernel.kv_events import root_seeds
 from poolgrid.kernel.kv_events.cache_events import StoredBlock
-from poolgrid.kernel.kv_events.root_seeds import RootSeeds, root_digest, root_key, salt_ids
 from poolgrid.kernel.wire.errors import DecodeError
 from poolgrid.kernel.wire.events import LoadReported
 from poolgrid.kernel.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
@@ -30,8 +28,10 @@ from poolgrid.plugins.trtllm.core.statistics import (
 )
 from poolgrid.plugins.trtllm.model_files import read_model_facts
 from poolgrid.plugins.trtllm.requests import EngineRequests
+from poolgrid.server.workers.engines import root_seeds
 from poolgrid.server.workers.engines.lifecycle.health import EngineBrokenError, ProgressMonitor
 from poolgrid.server.workers.engines.lifecycle.rank_load import RankLoad
+from poolgrid.server.workers.engines.root_seeds import RootSeeds, root_digest, root_key, salt_ids
 from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, radix_key, salt_id, truncated
 from tests.fakes.tensorrt_llm.executor.result import CompletionOutput, Logprob
 from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine

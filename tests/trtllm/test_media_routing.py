@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from poolgrid.kernel.kv_events.cache_events import Stored, StoredBlock
-from poolgrid.kernel.kv_events.root_seeds import RootSeeds
 from poolgrid.kernel.kv_events.trtllm import parse_event
 from poolgrid.kernel.requests.inference import InferenceRequest
 from poolgrid.kernel.wire import codec
@@ -32,6 +31,7 @@ from poolgrid.plugins.trtllm.opening import LoadedEngine, make_card
 from poolgrid.plugins.trtllm.settings import TrtllmWorkerSettings
 from poolgrid.server.frontend.media.placeholders import place_media
 from poolgrid.server.serving.prompt_paths import TenantPaths, prompt_path
+from poolgrid.server.workers.engines.root_seeds import RootSeeds
 from tests.fakes import tensorrt_llm_of
 from tests.fakes.tensorrt_llm._fake.pictures import ModelTokenizer
 from tests.trtllm.engines import BLOCK, SEED, RunningEngine, running_engine

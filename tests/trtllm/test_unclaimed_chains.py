@@ -9,13 +9,13 @@ import pytest
 
 from poolgrid.kernel.kv_events import unclaimed_chains
 from poolgrid.kernel.kv_events.pub import EngineCleared, EngineEvent, EngineRemoved, EngineStored
-from poolgrid.kernel.kv_events.root_seeds import RootSeeds, root_digest, salt_ids
 from poolgrid.kernel.kv_events.translation import EngineTranslator
 from poolgrid.kernel.kv_events.unclaimed_chains import UnclaimedChains
 from poolgrid.kernel.wire.events import AnyEvent, BlocksStored
 from poolgrid.kernel.wire.hashing import pack_tokens, unpack_hashes
 from poolgrid.kernel.wire.identifiers import Tier
 from poolgrid.kernel.worker_protocol.cache_facts import ReportedBlocks
+from poolgrid.server.workers.engines.root_seeds import RootSeeds, root_digest, salt_ids
 
 BLOCK = 2
 SALTS = ("", "one", "two")

@@ -24,7 +24,6 @@ import msgspec
 from poolgrid.kernel.index.prefix_index import PrefixIndex
 from poolgrid.kernel.kv_events.cache_events import Cleared
 from poolgrid.kernel.kv_events.pub import EngineStored, decode_pub
-from poolgrid.kernel.kv_events.root_seeds import root_digest, root_key, salt_ids
 from poolgrid.kernel.kv_events.trtllm import parse_event
 from poolgrid.kernel.wire.events import BlocksRemoved, BlocksStored, GroupsReported
 from poolgrid.kernel.wire.hashing import block_hashes, hash_array, pack_tokens, sequence_hashes
@@ -35,6 +34,7 @@ from poolgrid.plugins.trtllm.arguments.contract import KV_CACHE, TOP, Contract, 
 from poolgrid.plugins.trtllm.arguments.engine_rules import KV_EVENTS, EventStreamEndpoints, stream_faults
 from poolgrid.plugins.trtllm.arguments.installed import TOP_CLASS, read_facts
 from poolgrid.server.forwarding import trtllm_serve
+from poolgrid.server.workers.engines.root_seeds import root_digest, root_key, salt_ids
 from poolgrid.server.workers.engines.server.dialects.trtllm_serve import FANOUT_EVENTS_MAX
 from tests.fakes import FAKES_PATH
 from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, radix_key, salt_id, truncated

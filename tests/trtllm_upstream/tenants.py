@@ -13,10 +13,10 @@ from itertools import product, takewhile
 from types import SimpleNamespace
 from typing import Any
 
-from poolgrid.kernel.kv_events.root_seeds import RootSeeds
 from poolgrid.kernel.kv_events.trtllm import _name, parse_event
 from poolgrid.kernel.wire.hashing import BASE_SEED, block_hashes, hash_seed, pack_tokens, sequence_hashes
 from poolgrid.kernel.worker_protocol.event_translation import EventTranslator
+from poolgrid.server.workers.engines.root_seeds import RootSeeds
 from tests.trtllm_upstream.files import COMMON, EVENTS, HASH, UpstreamFiles
 
 BLOCK = 4

@@ -21,7 +21,6 @@ import zmq
 
 from poolgrid.kernel.kv_events.cache_events import AnyEngineEvent
 from poolgrid.kernel.kv_events.follower import Leave, NewLife, PubEffect, PubFollower, SourceState
-from poolgrid.kernel.kv_events.root_seeds import RootSeeds
 from poolgrid.kernel.kv_events.translation import RootSeed
 from poolgrid.kernel.wire.errors import DecodeError
 from poolgrid.kernel.wire.events import AnyEvent, CacheCleared, EventBatch
@@ -32,6 +31,7 @@ from poolgrid.server.process.clock import Clock
 from poolgrid.server.process.log_lines import Complaints
 from poolgrid.server.process.tasks import supervised
 from poolgrid.server.transport.publisher_sockets import PublisherSockets
+from poolgrid.server.workers.engines.root_seeds import RootSeeds
 from poolgrid.server.workers.engines.server.core.server_facts import EventSource
 from poolgrid.server.workers.engines.server.server_client import EVENTS_BYTES_MAX, ServerClient, ServerError
 

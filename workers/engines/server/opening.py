@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import msgspec
 
-from poolgrid.kernel.kv_events.root_seeds import RootSeeds
 from poolgrid.kernel.wire.addresses import bracketed, ip_endpoint_problem
 from poolgrid.kernel.wire.card import WorkerCard, WorkerLimits
 from poolgrid.kernel.wire.errors import DecodeError
@@ -19,6 +18,7 @@ from poolgrid.kernel.wire.limits import PROMPT_TOKENS_MAX, TEXT_CHARS_MAX
 from poolgrid.server.http.http_client import HttpTarget
 from poolgrid.server.transport.security import is_loopback
 from poolgrid.server.workers.engines.definition import EngineHost, OpenedEngine
+from poolgrid.server.workers.engines.root_seeds import RootSeeds
 from poolgrid.server.workers.engines.server.cache_events import CacheEvents, DrainedEvents, FollowedEvents
 from poolgrid.server.workers.engines.server.core.server_facts import (
     EventSource,

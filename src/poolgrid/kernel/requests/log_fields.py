@@ -1,4 +1,4 @@
-"""What a line of the log is about: fields beside its words."""
+"""What a line of the log is about: fields next to its words."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -96,11 +96,20 @@ class JournalInStream(StreamDirectory):
 
 
 def _end(loop: asyncio.AbstractEventLoop, connection: NatsConnection) -> None:
-    try:
-        wait_from_thread(loop, connection.close(), "end of the connection", CLOSE_TIMEOUT_S)
-    except TimeoutError:
-        pass  # the process, or another time-out, ends anyway
+    with suppress(TimeoutError):  # the process, or another time-out, ends anyway
+        wait_from_thread(loop, _close(connection), "end of the connection", 2 * CLOSE_TIMEOUT_S)
     loop.call_soon_threadsafe(loop.stop)
+
+
+async def _close(connection: NatsConnection) -> None:
+    """Close a connection and end the tasks of its loop, also those of a library that waits for a server."""
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await connection.close()
+    finally:
+        this = asyncio.current_task()
+        await cancel_all([task for task in asyncio.all_tasks() if task is not this])
 
 
 async def serve_consolidator(

@@ -23,7 +23,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from poolgrid.kernel.kv_events.root_seeds import RootSeeds
 from poolgrid.kernel.wire import codec as wire_codec
 from poolgrid.kernel.wire.errors import DecodeError
 from poolgrid.kernel.wire.hashing import hash_seed, unpack_tokens
@@ -43,6 +42,7 @@ from poolgrid.plugins.trtllm.core.sampling import (
 from poolgrid.plugins.trtllm.library import TrtllmLibrary, orders_by_priority, parameters_of
 from poolgrid.plugins.trtllm.logits import ProcessorsOfRequests
 from poolgrid.plugins.trtllm.media import MediaNames
+from poolgrid.server.workers.engines.root_seeds import RootSeeds
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ server gives out what routers need only, so its numbers have holes, and it keeps
 
 With ``kv_cache_config.kv_events_config`` it publishes them over ZMQ instead, with replay, and the path over HTTP is
 empty. No endpoint over HTTP says so, or where: options do. That stream names no salts, but its own names of first
-blocks tell (``poolgrid.kernel.kv_events.root_seeds``).
+blocks tell (``poolgrid.server.workers.engines.root_seeds``).
 
 Settings of its cache are taken in a file of YAML only: an operator's own file is taken over, with what the worker
 needs.

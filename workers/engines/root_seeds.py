@@ -1,4 +1,4 @@
-"""Which tenant the first block of a chain of TensorRT-LLM belongs to. Pure.
+"""Which tenant the first block of a chain belongs to, of an engine whose events do not name it. Pure.
 
 The cache salt and the adapter enter the engine's own hash; few versions name the salt in an event, none the adapter.
 The worker knows which requests it was given. So for each request with a salt or an adapter the engine's hash of its
