@@ -12,7 +12,7 @@ types:
 	.ci/run types
 
 test:
-	$(PYTHON) -m pytest -n 4 --dist loadgroup
+	$(PYTHON) -m pytest -n 4 --dist loadfile
 
 kernel:  ## the kernel's own tests, which import nothing else of poolgrid
 	$(PYTHON) -m pytest -n 2 $$($(PYTHON) -m tests.kernel)
@@ -65,7 +65,7 @@ fuzz:  ## impossible values of engines at every place of their answers, EXAMPLES
 	POOLGRID_EXAMPLES_FACTOR=$(PROPERTY_FACTOR) $(PYTHON) -m pytest -n 2 -m hypothesis
 
 long:  ## what CI does in short: the whole recorded trace on two pools, 10,000 mutated bodies at a global router, agents with five seeds, mixed traffic at three pressures
-	POOLGRID_TRACE_REQUESTS=1000 POOLGRID_FUZZ_BODIES=10000 $(PYTHON) -m pytest -n 2 --dist loadgroup tests/e2e/test_failures.py tests/e2e/test_body_fuzz.py
+	POOLGRID_TRACE_REQUESTS=1000 POOLGRID_FUZZ_BODIES=10000 $(PYTHON) -m pytest -n 2 --dist loadfile tests/e2e/test_failures.py tests/e2e/test_body_fuzz.py
 	POOLGRID_AGENT_SEEDS=5 $(PYTHON) -m pytest -n 0 tests/simulation/test_agents.py tests/simulation/test_mixed_traffic.py
 
 PARTS ?=

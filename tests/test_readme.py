@@ -26,7 +26,7 @@ def marked(name: str) -> str:
 
 @pytest.mark.parametrize(
     ("name", "installed", "ends_with"),
-    [("run-command", ".", "poolgrid up"), ("test-command", ".[dev]", "python -m pytest -n 4 --dist loadgroup")],
+    [("run-command", ".", "poolgrid up"), ("test-command", ".[dev]", "python -m pytest -n 4 --dist loadfile")],
 )
 def test_each_of_the_two_commands_is_one_line_that_sets_up_and_runs(name: str, installed: str, ends_with: str) -> None:
     make, install, run = (shlex.split(part) for part in marked(name).split(" && "))
@@ -73,7 +73,7 @@ def test_ci_runs_the_readmes_test_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[:2] == ["python3 -m venv .venv", "pip install -q -e .[dev]"]
-    assert [call for call in calls[2:] if "pytest" in call] == ["python -m pytest -n 4 --dist loadgroup"]
+    assert [call for call in calls[2:] if "pytest" in call] == ["python -m pytest -n 4 --dist loadfile"]
     assert [call for call in calls[2:] if "pytest" not in call] == [
         "python -m ruff check .",
         "python -m ruff format --check .",
