@@ -70,7 +70,7 @@ long:  ## what CI does in short: the whole recorded trace on two pools, 10,000 m
 
 PARTS ?=
 
-attack:  ## every attack of docs/internals/attacks.md on a fresh pool, or those of PARTS="guides slow-disk"
+attack:  ## every attack of lab/attacks/README.md on a fresh pool, or those of PARTS="guides slow-disk"
 	$(PYTHON) -m lab.attacks $(PARTS)
 
 SUITES ?=

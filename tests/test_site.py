@@ -14,7 +14,10 @@ from lab.website.plots import DATE, DOCS, PAGE, PLOTS, PLOTTED, first_number, ra
 from poolgrid.server.workers.engines.registry import engines, server_kinds
 
 ROOT = Path(__file__).parents[1]
-PLACES = (".", "docs", "docs/internals", "docs/decisions", "pool_configs", "engine_configs", "launch", "tests/data")
+PLACES = (
+    *(".", "docs", "docs/internals", "docs/decisions", "pool_configs", "engine_configs", "launch", "workers"),
+    *("src/poolgrid/server/frontend", "lab/attacks", "tests/data", "tests/fault_simulation"),
+)
 PAGES = [path for place in PLACES for path in sorted((ROOT / place).glob("*.md"))]
 DIAGRAMS = ("flowchart", "sequenceDiagram")
 

@@ -9,7 +9,7 @@
 Each attack runs beside verified clients of another tenant. It has failed when nothing but itself noticed: no process
 ended, no other client got an error or a wrong answer, p99 of others' short requests was at most 3 times idle, memory
 and descriptors came back. The exit status is 0 when everything held, 1 when something fell, 2 when it could not be
-run. All traffic stays on loopback. See docs/internals/attacks.md.
+run. All traffic stays on loopback. See lab/attacks/README.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes the table of parts into docs/internals/attacks.md: ``python -m lab.attacks.page`` (`make docs`)."""
+"""Writes the table of parts into lab/attacks/README.md: ``python -m lab.attacks.page`` (`make docs`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lab.attacks.catalogue import PARTS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "internals" / "attacks.md"
+PAGE = Path(__file__).resolve().parent / "README.md"
 BEGIN, END = "<!-- generated: python -m lab.attacks.page -->", "<!-- /generated -->"
 
 
