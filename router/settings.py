@@ -82,10 +82,7 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
     policy: str = Field(
         "kv",
         examples=list(policy_names()),
-        description=(
-            "Choose how a worker is selected: kv, approximate, field, least-loaded, lmetric, "
-            "random, round-robin, or your module:Class."
-        ),
+        description=(f"Choose how a worker is selected: {', '.join(policy_names())}, or your module:Class."),
     )
     approximate_ttl_ms: ClassVar[float] = APPROXIMATE_TTL_MS
     """Time for which policy approximate assumes that a worker keeps what it was sent, as in Dynamo."""

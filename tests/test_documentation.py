@@ -342,10 +342,12 @@ def test_the_policy_example_reuses_unless_the_holder_has_a_long_queue(example_po
     pool.say(worker_key("b"), stored(path[:8]))
     selector = pool.selector(example_policy)
 
+    unknown = decided(selector.select(WorkerWanted(request, list(range(200, 210)), now_ms=0.0, time_ms=0)))
     reused = decided(selector.select(WorkerWanted(request, path, now_ms=0.0, time_ms=0)))
     pool.say(worker_key("b"), RequestStarted("long", 16_384 + 9 * BLOCK_SIZE, 0, 1))
     avoided = decided(selector.select(WorkerWanted(request, path, now_ms=0.0, time_ms=0)))
 
+    assert unknown.choice.reason == "tie"
     assert (reused.worker, reused.policy) == (worker_key("b"), "reuse-unless-queued")
     assert avoided.worker == worker_key("a")
     assert list(avoided.choice.terms["queued_blocks"]) == [0.0, 9.0]

@@ -49,6 +49,7 @@ from poolgrid.server.cli.launch_plan import (
     ANY,
     INGEST,
     LaunchGroup,
+    OptionProblem,
     PlannedPart,
     PlannedWorker,
     described_parts,
@@ -63,6 +64,7 @@ from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.process.figures import counted
 from poolgrid.server.process.nats_settings import EventPlaneSettings
+from poolgrid.server.process.plugins import policy_names
 from poolgrid.server.process.settings import InputFile, OutputDirectory
 from poolgrid.server.process.tasks import cancel_all, detached, owned
 from poolgrid.server.transport.bound_socket import ReservedPorts, listen
@@ -347,10 +349,7 @@ class UpSettings(EventPlaneSettings):
     )
     policy: str = Field(
         "kv",
-        description=(
-            "Choose how a worker is selected: kv, approximate, field, least-loaded, lmetric, random, round-robin, or "
-            "your module:Class."
-        ),
+        description=f"Choose how a worker is selected: {', '.join(policy_names())}, or your module:Class.",
     )
     model_path: Path = Field(
         TINY_MODEL_PATH,
@@ -520,7 +519,14 @@ class UpSettings(EventPlaneSettings):
         """Return the workers by kind, in the order in which they get GPUs; ``workers`` are roles by name."""
         names = self.workers_by_name() if workers is None else workers
         engine_args, gpus = by_role(self.engine_args), by_role(self.gpus)
-        engine_args["worker"] = engine_args.get("worker") or engine_args.get("", [])
+        plain = engine_args.get("", [])
+        if plain and "aggregated" not in names.values():
+            roles = ", ".join(dict.fromkeys(names.values()))
+            raise OptionProblem(
+                f"engine_args is {plain[0]!r}, for workers of whole requests, of which there are none: "
+                f"give ROLE=FILE, roles here: {roles}"
+            )
+        engine_args["worker"] = engine_args.get("worker") or plain
         kinds = {"aggregated": "worker", "prefill": "prefill", "decode": "decode", "encode": "encode"}
         return [
             LaunchGroup(
