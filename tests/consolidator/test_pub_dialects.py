@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from poolgrid.kernel.kv_events.pub import EngineCleared, EngineRemoved, EngineStored, decode_pub
@@ -267,6 +267,7 @@ def test_groups_may_be_numbered_in_one_kind_of_event_only(stores: int | None, re
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 3), st.integers(1, 3)), max_size=40))
+@example([(True, 0, 0, 1), (True, 1, 1, 1), (True, 0, 0, 1), (False, 0, 0, 1), (True, 1, 0, 1)])
 @settings(max_examples=examples(40))
 def test_a_block_is_promised_while_all_groups_hold_it(
     steps: list[tuple[bool, int, int, int]],
@@ -290,7 +291,7 @@ def test_a_block_is_promised_while_all_groups_hold_it(
             flat = [token for block in blocks for token in tokens[block]]
             event = of_group(block_stored("trtllm", hashes, parent, flat), group, "full_attention")
             met.add(group)
-            held = all(copies[block].get(group) for block in blocks)
+            held = all(copies[block].get(each) for block in blocks for each in met)
             is_report = not begin and held and count > again
             for block in blocks if not is_report else ():
                 copies[block][group] = copies[block].get(group, 0) + 1
