@@ -1,4 +1,4 @@
-"""Build ``src/poolgrid/server/frontend/models/tiny``: the model directory that the simulated engine speaks. No weights.
+"""Build ``src/poolgrid/server/frontend/models/tiny``: the model directory of the simulated engine, without weights.
 
 ``python -m lab.build_tiny [DIRECTORY]`` trains a byte-level BPE tokenizer of 4,096 tokens on the
 source of standard library modules that every CPython has, and writes it in Hugging Face form. The same interpreter and

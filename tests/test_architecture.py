@@ -163,7 +163,7 @@ NOT_YET_PLUGINS = {
     "tensor transfer over NIXL": ("workers/tensor_transfer",),
     "Dynamo's documents": ("server/cli/dynamo_options.py", "server/cli/graph_deployment.py"),
 }
-"""Features that others import, so that nobody can delete them. This list only shrinks."""
+"""Features that others import, so that they cannot be deleted. This list only shrinks."""
 
 NOT_SHIPPED = ("tests", "lab")
 """Packages that may import anything of ours, because nothing of ours may import them."""

@@ -257,7 +257,7 @@ def stream_of_a_stranger() -> EnginePool:
 
 
 def never_connected() -> EnginePool:
-    """The event port is another one, at which nothing listens: the worker says that its publisher is not reached."""
+    """The event port is another one, at which nothing listens: its publisher is reported as not reached."""
     pool = pair()
     pool.engines["a"].publishers[0].readers.clear()
     pool.readers[A].publisher = Publisher()
@@ -347,7 +347,7 @@ def reports(change: Callable[[int], int | None]) -> EnginePool:
 
 
 def restarted(tell: bool) -> EnginePool:
-    """The engine is another process with an empty cache; its numbers begin anew, or a proxy continues them."""
+    """The engine is another process with an empty cache; its numbers begin at 0 again, or a proxy continues them."""
     pool = pair()
     engine = pool.engines["a"]
 
@@ -418,7 +418,7 @@ FAULTS = [
     EngineFault("event port closed", (Cause.EVENTS_UNFIT,), never_connected),
     EngineFault("event port of a source closed", (Cause.WRONG_ENDPOINT,), source_never_connected),
     EngineFault("replay port closed, after a start", (Cause.EVENTS_UNFIT,), lambda: replay_port_closed(0)),
-    EngineFault("replay port closed, amid a life", (Cause.EVENTS_UNFIT,), lambda: replay_port_closed(30)),
+    EngineFault("replay port closed, in the middle of a life", (Cause.EVENTS_UNFIT,), lambda: replay_port_closed(30)),
     EngineFault("ports of ranks swapped", (Cause.CROSSED,), swapped_ports, workers=("a", "a/1")),
     EngineFault("ports of numbered ranks swapped", (Cause.EVENTS_UNFIT,), numbered_swapped_ports, workers=("a", "a/1")),
     EngineFault("URLs swapped", (Cause.CROSSED,), swapped_urls, workers=("a", "b")),

@@ -1,4 +1,4 @@
-"""Faults of real engines and of what surrounds them: each is named, or nothing is named, and nobody else is blamed."""
+"""Faults of real engines and of what surrounds them: each is named, or none is, and no other worker is blamed."""
 
 from __future__ import annotations
 

@@ -449,7 +449,7 @@ VERDICTS: list[tuple[str, Callable[[Evidence], Evidence], Cause]] = [
     ("twelve tokens more", counting(lambda length: length + 12), Cause.TEMPLATE),
     ("salts are not said", lambda e: with_stored(e, set_to(extra_keys=None)), Cause.SALT),
     ("no publisher is listed", lambda e: silent(e, replays=(), sources=(), contacts={}), Cause.NO_EVENTS),
-    ("nobody listens", refused, Cause.WRONG_ENDPOINT),
+    ("a closed port", refused, Cause.WRONG_ENDPOINT),
 ]
 
 

@@ -304,7 +304,7 @@ def the_same_first_message(user: int) -> list[Words]:
 
 
 def a_document_that_answers_quote(user: int) -> list[Words]:
-    return [[*words("document", 700), *words(user)], words(f"{user} goes on")]
+    return [[*words("document", 700), *words(user)], words(f"{user} continues")]
 
 
 STRANGERS = [

@@ -39,7 +39,7 @@ CARD = make_card(total_kv_blocks=BLOCKS, max_batch_size=64)
 
 
 class Pool:
-    """Two routers over two workers; what workers say reaches a router when it reads it."""
+    """Two routers over two workers; an event of a worker reaches a router when the router reads it."""
 
     def __init__(self, has_subagents: bool = True) -> None:
         self.has_subagents = has_subagents

@@ -148,7 +148,7 @@ def test_an_agent_has_one_name_whatever_its_client_sends_as_answers(sends: Sends
 
     assert load.joins.wrong == 0
     assert load.joins.found == load.joins.later
-    assert load.joins.names_per_agent < 1.25, "a parent goes on under its name, and its first child begins so"
+    assert load.joins.names_per_agent < 1.25, "a parent keeps its name, and its first child begins with it"
 
 
 def test_agents_that_say_the_same_are_never_taken_for_each_other() -> None:
