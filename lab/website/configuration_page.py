@@ -8,7 +8,7 @@ declare.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -31,8 +31,10 @@ from poolgrid.server.process.tracing.settings import TraceSettings
 from poolgrid.server.router.settings import EndpointPickerSettings, RouterSettings
 from poolgrid.server.serving.router_settings import ServingSettings
 from poolgrid.server.transport.security import SecuritySettings
+from poolgrid.server.workers.engines.definition import EngineDefinition
 from poolgrid.server.workers.engines.registry import EngineChoice, engine_definition, engines
-from poolgrid.server.workers.settings import WorkerProcessSettings
+from poolgrid.server.workers.engines.server.settings import EngineServerSettings, EngineServersSettings
+from poolgrid.server.workers.settings import StepTimesSettings, WorkerProcessSettings
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 DOCS = SOURCE_ROOT / "docs"
@@ -56,9 +58,29 @@ class Section(NamedTuple):
     text: str
 
 
-def _engine_section(name: str) -> Section:
-    engine = engine_definition(name)
-    return Section(f"Worker with {engine.title}", "worker", engine.tables or (engine.settings,), engine.about)
+def _engine_sections() -> Iterator[Section]:
+    """Yield a section for each engine, and one for all kinds of engine servers, whose options are the same."""
+    found = {name: engine_definition(name) for name in engines()}
+    of_kinds = {name: each for name, each in found.items() if each.server_kind is not None and each.follow is None}
+    for name, engine in found.items():
+        if name not in of_kinds:
+            yield Section(f"Worker with {engine.title}", "worker", engine.tables or (engine.settings,), engine.about)
+    tables = (EngineServersSettings, EngineServerSettings, StepTimesSettings)
+    settings = (each.settings for each in of_kinds.values())
+    yield Section("Worker with an engine server", "worker", (*tables, *settings), _text_of_kinds(of_kinds))
+
+
+def _text_of_kinds(engines: Mapping[str, EngineDefinition[Any]]) -> str:
+    lines = [
+        "A worker [in front of an engine's own server](engine_servers.md), by its kind:",
+        "",
+        "| `--engine` | start the server with, for its cache events |",
+        "|---|---|",
+    ]
+    for name, engine in engines.items():
+        assert engine.server_kind is not None
+        lines.append(f"| `{name}` | `{engine.server_kind.events_option}` |")
+    return "\n".join(lines)
 
 
 SECTIONS = (
@@ -112,7 +134,7 @@ SECTIONS = (
         "Options of every worker. One of the tables below applies in addition, by engine. An option of another engine "
         "is an error; its variable is ignored. Defaults and ranges may differ between engines.",
     ),
-    *map(_engine_section, engines()),
+    *_engine_sections(),
     Section(
         "Security",
         "router",

@@ -129,7 +129,7 @@ async def test_what_the_sampler_would_ignore_is_refused_by_name(given: dict[str,
 
 async def test_a_field_that_the_engine_does_not_have_is_refused_by_name() -> None:
     async with running_engine() as told:
-        with pytest.raises(RefusedError, match="quiet is given, and TensorRT-LLM 1.* has no such parameter") as refused:
+        with pytest.raises(RefusedError, match=r"quiet is given, and TensorRT-LLM .+ has no such") as refused:
             told.engine.submit(make_request("r", engine_fields={"min_p": 0.1, "quiet": True}))
     assert refused.value.kind is RefusalKind.CANNOT_DO, "another worker may have it"
 
