@@ -1,4 +1,5 @@
-"""Writes the settings tables of pages: ``docs/configuration.md``, and the marked tables of other pages.
+"""Writes the settings tables of pages: ``docs/configuration.md``, and the marked tables of other pages. The README gets
+its table of commands.
 
 ``python -m lab.website.configuration_page`` writes them; a test fails while a committed page differs. A table stands
 between ``<!-- settings: Model OtherModel -->`` and ``<!-- /settings -->``, and holds the settings that these models
@@ -18,6 +19,7 @@ from poolgrid.plugins.bench.settings import BenchSettings
 from poolgrid.plugins.engine_check.settings import EngineCheckSettings
 from poolgrid.plugins.simulation.settings import EngineSettings, SimulationSettings, WhatIfSettings
 from poolgrid.server.cli.local_pool import UpSettings
+from poolgrid.server.cli.main import SECTIONS as COMMANDS
 from poolgrid.server.cli.main import app
 from poolgrid.server.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from poolgrid.server.discovery.settings import DiscoverySettings
@@ -218,17 +220,29 @@ See [logs](observability.md#logs).
 """
 
 
+_COMMANDS = re.compile(r"(<!-- commands -->\n).*?(?=<!-- /commands -->)", re.DOTALL)
 _MARKED = re.compile(r"(<!-- settings: ([\w ]+) -->\n).*?(?=<!-- /settings -->)", re.DOTALL)
 
 
 def pages() -> dict[Path, str]:
     """Return the text of every page that says something of settings, as it should be."""
-    made = {DOCS / "configuration.md": page()}
+    readme = (SOURCE_ROOT / "README.md").read_text(encoding="utf-8")
+    made = {
+        DOCS / "configuration.md": page(),
+        SOURCE_ROOT / "README.md": _COMMANDS.sub(lambda found: found[1] + _commands(), readme),
+    }
     for path in sorted(DOCS.glob("*.md")):
         text = path.read_text(encoding="utf-8")
         if _MARKED.search(text):
             made[path] = _MARKED.sub(lambda found: found[1] + table(found[2].split()), text)
     return made
+
+
+def _commands() -> str:
+    lines = ["| Commands ([options](docs/configuration.md)) | |", "|---|---|"]
+    for section, commands in COMMANDS.items():
+        lines.append(f"| {section.lower()} | {', '.join(f'`poolgrid {name}`' for name in commands)} |")
+    return "\n".join([*lines, ""])
 
 
 def table(names: list[str]) -> str:
@@ -344,7 +358,7 @@ def shown_range(field: FieldInfo, said: str = "") -> str:
     """Return the allowed values of a field, words or a range of numbers, that its description does not have."""
     words = _literal(field.annotation)
     if len(words) > WORDS_MAX:
-        return f"[{len(words)} names](internals/parsers.md#selection)"
+        return "[names](internals/parsers.md#selection)"
     if all(re.search(rf"\b{re.escape(word)}\b", said) for word in words) and words:
         return ""
     if words:
