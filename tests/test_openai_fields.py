@@ -1,6 +1,6 @@
 """The way of a request's field from the body to the engine: a field that somebody forgot at one of the stops is named.
 
-The stops are listed in ``CONTRIBUTING.md``.
+``CONTRIBUTING.md`` lists the stops.
 """
 
 from __future__ import annotations
