@@ -27,10 +27,10 @@ from lab.website.metrics_tables import PAGES as METRICS_PAGES
 from lab.website.parser_tables import PAGE as PARSERS_PAGE
 from lab.website.parser_tables import with_tables as with_parser_tables
 from poolgrid.kernel.decision.policy import Policy, RoutingRequest
-from poolgrid.kernel.output_formats import CALL_NAMES, REASONING_NAMES
 from poolgrid.kernel.routing.inputs import WorkerWanted
 from poolgrid.kernel.wire.events import RequestStarted
 from poolgrid.server.cli.main import app
+from poolgrid.server.frontend.parsers.formats import CALL_NAMES, REASONING_NAMES
 from poolgrid.server.process.plugins import policy_names
 from poolgrid.server.process.settings import Settings
 from poolgrid.server.router.policy_loading import PolicyError, load_policy

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.server.frontend.parsers.custom_calls import CustomCalls
-from poolgrid.server.frontend.parsers.pieces import AnswerPiece, PieceKind, joined_pieces
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, PieceKind, joined_pieces
+from poolgrid.server.frontend.custom_calls import CustomCalls
 from poolgrid.server.frontend.schema import CUSTOM_ARGUMENT
 from poolgrid.server.frontend.tools import custom_arguments, custom_text
 from tests.examples import examples

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from poolgrid.server.frontend.parsers.formats import ToolUse
+from poolgrid.server.frontend.tool_use import ToolUse
 
 
 class Call(NamedTuple):

@@ -12,12 +12,13 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from poolgrid.kernel.output_formats import CALL_NAMES, call_format
+from poolgrid.server.frontend.answer_pieces import PieceKind
 from poolgrid.server.frontend.guides import json_guide
-from poolgrid.server.frontend.parsers.call_guides import any_of, within
-from poolgrid.server.frontend.parsers.formats import OutputFormat, ToolUse
-from poolgrid.server.frontend.parsers.pieces import PieceKind
+from poolgrid.server.frontend.parsers.formats import CALL_NAMES, call_format
+from poolgrid.server.frontend.parsers.output_format import OutputFormat
+from poolgrid.server.frontend.tool_use import ToolUse
 from poolgrid.server.frontend.tools import beside_calls
+from poolgrid.server.structured_output.guide_parts import any_of, within
 from tests.workers.test_guided_tokens import asked, stream, text_of
 
 TOOLS: Mapping[str, Mapping[str, Any]] = {

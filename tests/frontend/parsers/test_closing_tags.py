@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from poolgrid.server.frontend.parsers.formats import OutputFormat, ToolUse
-from poolgrid.server.frontend.parsers.pieces import PieceKind
+from poolgrid.server.frontend.answer_pieces import PieceKind
+from poolgrid.server.frontend.parsers.output_format import OutputFormat
+from poolgrid.server.frontend.tool_use import ToolUse
 
 SCHEMA = {
     "type": "object",

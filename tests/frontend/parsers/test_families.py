@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.kernel.output_formats import (
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind
+from poolgrid.server.frontend.parsers.formats import (
     CALL_NAMES,
     REASONING_NAMES,
     call_aliases,
@@ -20,8 +21,9 @@ from poolgrid.kernel.output_formats import (
     reasoning_aliases,
     reasoning_format,
 )
-from poolgrid.server.frontend.parsers.formats import AUTO, OutputFormat, ToolUse
-from poolgrid.server.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind
+from poolgrid.server.frontend.parsers.output_format import OutputFormat
+from poolgrid.server.frontend.tool_use import ToolUse
+from poolgrid.server.process.parser_names import AUTO
 from tests.cases import for_each
 from tests.examples import examples
 from tests.frontend.parsers.samples import SAMPLES, SCHEMAS, USE, Call

@@ -9,8 +9,9 @@ import pytest
 
 from poolgrid.server.frontend.parsers.argument_types import as_json, types_of
 from poolgrid.server.frontend.parsers.call_forms import CALL_CHARS_MAX
-from poolgrid.server.frontend.parsers.formats import AUTO, OutputFormat
+from poolgrid.server.frontend.parsers.output_format import OutputFormat
 from poolgrid.server.frontend.tools import CallIds
+from poolgrid.server.process.parser_names import AUTO
 from tests.frontend.parsers.test_golden import read
 from tests.frontend.parsers.transcripts import GLM, TOOLS
 

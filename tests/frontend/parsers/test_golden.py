@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.kernel.output_formats import CALL_NAMES, REASONING_NAMES
-from poolgrid.server.frontend.parsers.formats import OutputFormat
-from poolgrid.server.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind
+from poolgrid.server.frontend.parsers.formats import CALL_NAMES, REASONING_NAMES
+from poolgrid.server.frontend.parsers.output_format import OutputFormat
 from tests.examples import examples
 from tests.frontend.parsers.transcripts import TOOLS, TRANSCRIPTS, Answer, Transcript
 

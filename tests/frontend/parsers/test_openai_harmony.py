@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.server.frontend.parsers.formats import OutputFormat
+from poolgrid.server.frontend.parsers.output_format import OutputFormat
 from tests.examples import examples
 from tests.frontend.parsers.test_golden import read
 from tests.frontend.parsers.transcripts import HARMONY, TOOLS, Answer

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poolgrid.server.frontend.answer_pieces import FEED_CHARS_MAX
 from poolgrid.server.frontend.parsers.call_forms import JsonCall
-from poolgrid.server.frontend.parsers.pieces import FEED_CHARS_MAX
 from poolgrid.server.frontend.parsers.values import GEMMA, JSON, PYTHON, Notation, ValueReader, strict_json
 from tests.examples import examples
 from tests.frontend.parsers.writers import gemma_value

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from poolgrid.server.frontend.parsers.formats import OutputFormat, ToolUse
+from poolgrid.server.frontend.parsers.output_format import OutputFormat
+from poolgrid.server.frontend.tool_use import ToolUse
 
 TOOLS = ToolUse(
     frozenset({"get_weather", "get_time", "search", "f", "g"}),

@@ -24,11 +24,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from poolgrid.server.frontend.parsers.argument_types import Fitting
-from poolgrid.server.frontend.parsers.pieces import SPACE
+from poolgrid.server.frontend.parsers.markers import SPACE
 from poolgrid.server.frontend.parsers.values import JSON, PYTHON, Notation, ValueReader, strict_json
-
-NAME_CHARS_MAX = 256
-"""Longest name of a function; OpenAI allows 64."""
+from poolgrid.server.frontend.tool_use import NAME_CHARS_MAX
 
 HEAD_CHARS_MAX = 2 * NAME_CHARS_MAX
 """Most text before the arguments of a ``HeadedCall``: a name and the markers around it."""

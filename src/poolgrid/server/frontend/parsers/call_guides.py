@@ -14,8 +14,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poolgrid.kernel.output_formats import Guide
 from poolgrid.server.frontend.parsers.argument_types import definitions_of, properties_of, types_of
+from poolgrid.server.frontend.parsers.formats import Guide
+from poolgrid.server.structured_output.guide_parts import Part, const, one_of, schema_part, within
 
 CALLS_MAX = 4
 """Most calls of one answer that is guided so: each is written out in the guide once more, with all its schemas."""
@@ -23,24 +24,8 @@ CALLS_MAX = 4
 WRITTEN_OUT_BYTES_MAX = 128 * 1024
 """Where that would be more, fewer calls are allowed, at last one: a guide goes to a worker with every request."""
 
-Part = dict[str, Any]
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each function's parameters, by its name."""
-
-
-def const(text: str) -> Part:
-    """Return the part of a text that is given."""
-    return {"type": "const_string", "value": text}
-
-
-def schema_part(schema: Mapping[str, Any] | bool) -> Part:
-    """Return the part of JSON that keeps to a schema."""
-    return {"type": "json_schema", "json_schema": schema}
-
-
-def one_of(parts: Sequence[Part]) -> Part:
-    """Return the part that is one of several."""
-    return parts[0] if len(parts) == 1 else {"type": "or", "elements": list(parts)}
 
 
 def _sequence(*parts: Part) -> Part:
@@ -140,37 +125,6 @@ def llama3_json(schemas: Schemas) -> list[dict[str, Any]]:
         }
         for name, schema in schemas.items()
     ]
-
-
-def any_of(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the schema of what keeps to one of several, each with definitions of its own."""
-    definitions = {f"s{number}": within(schema, f"#/$defs/s{number}") for number, schema in enumerate(schemas)}
-    return {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in definitions], "$defs": definitions}
-
-
-def within(schema: Any, place: str) -> Any:
-    """Return a schema as it is written at ``place`` of another: its references to itself lead there."""
-    if isinstance(schema, list):
-        return [within(each, place) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[key] = place + value[1:]
-        elif key in _NAMED and isinstance(value, Mapping):
-            moved[key] = {name: within(inner, place) for name, inner in value.items()}
-        else:
-            moved[key] = value if key in _VALUES else within(value, place)
-    return moved
-
-
-_VALUES = frozenset(("const", "enum", "default", "examples", "example"))
-"""Keywords below which there are values and no schemas."""
-
-
-_NAMED = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
-"""Keywords below which there are schemas by names, which may be called like keywords."""
 
 
 def _with_definitions(schema: Mapping[str, Any], inner: Any) -> Any:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from poolgrid.server.frontend.parsers.argument_types import member_schema, own_types, properties_of
-from poolgrid.server.frontend.parsers.call_forms import NAME_CHARS_MAX, Declared
-from poolgrid.server.frontend.parsers.pieces import SPACE, first_marker, held_length
+from poolgrid.server.frontend.parsers.call_forms import Declared
+from poolgrid.server.frontend.parsers.markers import SPACE, first_marker, held_length
 from poolgrid.server.frontend.parsers.tagged_call import ArgumentText, CallInTags
 from poolgrid.server.frontend.parsers.values import DEPTH_MAX, GAP_CHARS_MAX, json_of
+from poolgrid.server.frontend.tool_use import NAME_CHARS_MAX
 
 _ITEM = "item"
 _INVOKED = re.compile(r"(?P<name>[A-Za-z0-9_.:-]+)\">")

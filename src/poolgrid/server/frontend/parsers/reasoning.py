@@ -10,9 +10,8 @@ import re
 from collections.abc import Sequence
 from enum import Enum
 
-from poolgrid.server.frontend.parsers.pieces import (
-    AnswerPiece,
-    PieceKind,
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, PieceKind
+from poolgrid.server.frontend.parsers.markers import (
     StatefulParser,
     Trimmer,
     first_marker,

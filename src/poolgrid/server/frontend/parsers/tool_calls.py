@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Final
 
-from poolgrid.kernel.output_formats import CallFormat
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind
 from poolgrid.server.frontend.parsers.call_forms import (
     CALL_CHARS_MAX,
     CallForm,
@@ -30,16 +30,8 @@ from poolgrid.server.frontend.parsers.call_forms import (
     PythonCall,
 )
 from poolgrid.server.frontend.parsers.element_call import ElementCall
-from poolgrid.server.frontend.parsers.pieces import (
-    SPACE,
-    AnswerPiece,
-    OutputParser,
-    PieceKind,
-    StatefulParser,
-    Trimmer,
-    first_marker,
-    held_length,
-)
+from poolgrid.server.frontend.parsers.formats import CallFormat
+from poolgrid.server.frontend.parsers.markers import SPACE, StatefulParser, Trimmer, first_marker, held_length
 from poolgrid.server.frontend.parsers.tagged_call import TaggedCall
 from poolgrid.server.frontend.parsers.values import GEMMA, JSON
 

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
-from poolgrid.server.frontend.parsers.pieces import FEED_CHARS_MAX, SPACE
+from poolgrid.server.frontend.answer_pieces import FEED_CHARS_MAX
+from poolgrid.server.frontend.parsers.markers import SPACE
 
 DEPTH_MAX = 200
 

@@ -13,35 +13,30 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from poolgrid.kernel.output_formats import (
-    CALL_NAMES,
-    REASONING_NAMES,
-    call_aliases,
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind, joined_pieces
+from poolgrid.server.frontend.parsers.call_forms import CALL_CHARS_MAX
+from poolgrid.server.frontend.parsers.call_guides import calls_part, llama3_json
+from poolgrid.server.frontend.parsers.formats import (
+    REASONING,
+    TOOL_CALLS,
     call_format,
     call_formats,
-    reasoning_aliases,
     reasoning_format,
     reasoning_formats,
     shown,
 )
-from poolgrid.server.frontend.parsers.call_forms import CALL_CHARS_MAX
-from poolgrid.server.frontend.parsers.call_guides import Part, calls_part
 from poolgrid.server.frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
 from poolgrid.server.frontend.parsers.harmony import Harmony
-from poolgrid.server.frontend.parsers.pieces import (
-    AnswerPiece,
-    OutputParser,
-    PieceKind,
-    first_marker,
-    held_length,
-    joined_pieces,
-)
+from poolgrid.server.frontend.parsers.markers import first_marker, held_length
 from poolgrid.server.frontend.parsers.reasoning import Begins, FurtherReasoning, MarkedReasoning, begins_after
 from poolgrid.server.frontend.parsers.tool_calls import NAMED, REQUIRED, ToolCalls, calls_of, first_call
+from poolgrid.server.frontend.tool_use import ToolUse
+from poolgrid.server.process.parser_names import AUTO, NONE
+from poolgrid.server.structured_output.guide_parts import Part
 
 
 class ReasoningAndCalls:
@@ -141,46 +136,7 @@ class ReasoningAndCalls:
         return [AnswerPiece(PieceKind.REASONING, text[:end])]
 
 
-AUTO = "auto"
-NONE = "none"
 HARMONY = "harmony"
-
-PROMPT_END_CHARS = 64
-"""How much of the end of a prompt is looked at for an open or closed stretch of reasoning."""
-
-
-_ANY: Mapping[str, Any] = {}
-"""The schema of a function without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """What a request asks of tools. ``named``: the function that must be called; ``required``: some function must."""
-
-    names: frozenset[str]
-    """The functions that may be called."""
-    parallel: bool = True
-    required: bool = False
-    named: str = ""
-    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The JSON schema of each function's parameters, by its name; also of those that may not be called."""
-
-    @property
-    def allowed(self) -> dict[str, Mapping[str, Any]]:
-        """Return the schemas of the functions that may be called, in the order of the request."""
-        return {name: schema for name, schema in self.declared.items() if name in self.names}
-
-    @property
-    def declared(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the schemas of all functions of the request, empty for one without."""
-        if self.names <= self.schemas.keys():
-            return self.schemas
-        return {**self.schemas, **{name: _ANY for name in self.names if name not in self.schemas}}
-
-    @property
-    def guided(self) -> bool:
-        """Return whether the engine is told to write calls and nothing else."""
-        return self.required or bool(self.named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +151,20 @@ class OutputFormat:
     """How prompts end that leave the answer to a user's message to the model; empty = not known."""
 
     @classmethod
-    def choose(cls, reasoning: str, tools: str, template: str, vocabulary: Collection[str] = ()) -> OutputFormat:
-        """Resolve ``auto`` and ``none``. ``template`` is the source of the chat template(s), ``vocabulary`` the
-        tokens that were added to the model's vocabulary; raises ``ValueError`` for a name that there is not."""
+    def choose(
+        cls,
+        reasoning: str,
+        tools: str,
+        template: str,
+        vocabulary: Collection[str] = (),
+        turn_beginnings: tuple[str, ...] = (),
+    ) -> OutputFormat:
+        """Resolve ``auto`` and ``none``, as ``model_parsers.choose_parsers`` says."""
         chosen: list[str] = []
         signs: list[tuple[str, ...]] = []
-        for what, name, names, aliases, formats in (
-            ("reasoning", reasoning, REASONING_NAMES, reasoning_aliases, reasoning_formats),
-            ("tool call", tools, CALL_NAMES, call_aliases, call_formats),
+        for what, name, (names, aliases), formats in (
+            ("reasoning", reasoning, REASONING, reasoning_formats),
+            ("tool call", tools, TOOL_CALLS, call_formats),
         ):
             found: tuple[str, tuple[str, ...]] = ("", ())
             if name == AUTO:
@@ -213,7 +175,21 @@ class OutputFormat:
                     raise ValueError(f"choosing a {what} parser: {name!r}, allowed are auto, none, {', '.join(names)}")
             chosen.append(found[0])
             signs.append(found[1])
-        return cls(chosen[0], chosen[1], (signs[0], signs[1]))
+        return cls(chosen[0], chosen[1], (signs[0], signs[1]), turn_beginnings)
+
+    @property
+    def always_reasons(self) -> bool:
+        """Return whether every answer of the model begins with reasoning, by its prompts."""
+        if not self.reasoning:
+            return False
+        if self.reasoning == HARMONY:
+            return True
+        for beginning in self.turn_beginnings:
+            parser = self.parser(None, beginning)
+            assert parser is not None, "it has reasoning"
+            if any(piece.kind is PieceKind.REASONING for piece in (*parser.feed("word"), *parser.finish())):
+                return True
+        return False
 
     def markers(self, tools: ToolUse | None) -> frozenset[str]:
         """Return the markers that the parsers of a request must see in the text, special tokens or not."""
@@ -236,12 +212,7 @@ class OutputFormat:
         guided: bool = False,
         continued: str | None = None,
     ) -> OutputParser | None:
-        """Return a fresh parser for one answer, or ``None`` when it is all content.
-
-        ``prompt_end`` is the end of the rendered prompt (``PROMPT_END_CHARS``); ``guided`` means that the engine was
-        told to write JSON, or JSON or calls; ``continued`` is the assistant's text so far, when the answer
-        continues it.
-        """
+        """Return a fresh parser for one answer, as ``ModelParsers`` says."""
         if not self.active(tools):
             return None
         guided_calls = tools is not None and tools.guided
@@ -278,22 +249,12 @@ class OutputFormat:
         return ReasoningAndCalls(reasoning, further, calls, beginnings)
 
     def calls_guide(self, tools: ToolUse, template: str) -> Part | None:
-        """Return calls as a part of a structural tag; ``None`` where they are JSON without a marker, or not read."""
         guides = call_format(self.tools).guides if self.tools else ()
         guide = next((each for each in guides if each.template in template), None)
         return None if guide is None else calls_part(guide, tools.allowed, tools.parallel)
 
-
-TURN_BEGINNING_CHARS = 32
-"""Longest end of a prompt that is compared: the marks of a role, and of reasoning."""
-
-_PROBE = "probe"
-
-
-def turn_beginning(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
-    """Return what a template writes between a user's message and the answer; empty where it does not render one."""
-    after = render([{"role": "user", "content": _PROBE}]).rpartition(_PROBE)[2]
-    return after.rstrip()[-TURN_BEGINNING_CHARS:]
+    def call_schemas(self, tools: ToolUse) -> list[dict[str, Any]]:
+        return llama3_json(tools.allowed)
 
 
 _JSON = ("{", "[", '"')

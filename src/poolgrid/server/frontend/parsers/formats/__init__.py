@@ -9,10 +9,10 @@ reads these formats. May import nothing of poolgrid.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -179,6 +179,17 @@ def reasoning_aliases() -> dict[str, str]:
 def call_aliases() -> dict[str, str]:
     """Return the format's name for each other name of it."""
     return {alias: name for name in CALL_NAMES for alias in call_format(name).aliases}
+
+
+class FormatNames(NamedTuple):
+    """The names of one kind of formats: what an entry point names, for options."""
+
+    names: tuple[str, ...]
+    aliases: Callable[[], Mapping[str, str]]
+
+
+REASONING = FormatNames(REASONING_NAMES, reasoning_aliases)
+TOOL_CALLS = FormatNames(CALL_NAMES, call_aliases)
 
 
 @cache

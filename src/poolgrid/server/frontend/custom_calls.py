@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Collection
 
-from poolgrid.server.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, joined_pieces
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind, joined_pieces
 
 BEGINNING_CHARS_MAX = 64
 """Characters within which the arguments show whether they begin with the text."""
