@@ -153,7 +153,6 @@ KERNEL_LINES_MAX = 25_000
 NOT_YET_PLUGINS = {
     "sessions": ("kernel/consolidation/session_table.py", "kernel/routing/working_set.py", "router/session_naming.py"),
     "tenants": ("server/frontend/access",),
-    "parsers": ("server/frontend/parsers",),
     "Anthropic Messages": ("server/frontend/messages_api",),
     "Responses": ("server/frontend/responses_api",),
     "media": ("server/frontend/media",),
@@ -182,6 +181,7 @@ PURE = (
     "server.router.engine_backlog",
     "server.consolidator.loop_share",
     "server.workers.booked_prefill",
+    "plugins.parsers",
     "plugins.policies",
     "server.global_router.document",
     "plugins.grid_builder",

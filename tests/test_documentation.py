@@ -29,8 +29,8 @@ from lab.website.parser_tables import with_tables as with_parser_tables
 from poolgrid.kernel.decision.policy import Policy, RoutingRequest
 from poolgrid.kernel.routing.inputs import WorkerWanted
 from poolgrid.kernel.wire.events import RequestStarted
+from poolgrid.plugins.parsers.formats import CALL_NAMES, REASONING_NAMES
 from poolgrid.server.cli.main import app
-from poolgrid.server.frontend.parsers.formats import CALL_NAMES, REASONING_NAMES
 from poolgrid.server.process.plugins import policy_names
 from poolgrid.server.process.settings import Settings
 from poolgrid.server.router.policy_loading import PolicyError, load_policy

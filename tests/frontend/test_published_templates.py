@@ -15,20 +15,20 @@ from typing import Any
 
 import pytest
 
+from poolgrid.plugins.parsers.formats import call_format
+from poolgrid.plugins.parsers.output_format import OutputFormat
 from poolgrid.server.frontend.chat_template import ChatTemplate
 from poolgrid.server.frontend.errors import RequestError
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
-from poolgrid.server.frontend.parsers.formats import call_format
-from poolgrid.server.frontend.parsers.output_format import OutputFormat
 from poolgrid.server.frontend.preparation import Preparation
 from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.prompts import look_up
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.process.parser_names import AUTO
 from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.parsers.samples import SAMPLES, SCHEMAS, USE
-from tests.frontend.parsers.test_golden import read
 from tests.frontend.plain_jinja import NOW, SPECIAL_TOKENS, PlainTemplate
+from tests.parsers.samples import SAMPLES, SCHEMAS, USE
+from tests.parsers.test_golden import read
 
 DIRECTORY = Path(__file__).parents[3] / "shared" / "chat_templates"
 FILES = sorted(DIRECTORY.glob("*/*.jinja"))

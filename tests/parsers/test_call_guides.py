@@ -12,10 +12,10 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
+from poolgrid.plugins.parsers.formats import CALL_NAMES, call_format
+from poolgrid.plugins.parsers.output_format import OutputFormat
 from poolgrid.server.frontend.answer_pieces import PieceKind
 from poolgrid.server.frontend.guides import json_guide
-from poolgrid.server.frontend.parsers.formats import CALL_NAMES, call_format
-from poolgrid.server.frontend.parsers.output_format import OutputFormat
 from poolgrid.server.frontend.tool_use import ToolUse
 from poolgrid.server.frontend.tools import beside_calls
 from poolgrid.server.structured_output.guide_parts import any_of, within

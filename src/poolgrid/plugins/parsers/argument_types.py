@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from poolgrid.server.frontend.parsers.values import PYTHON_NAMES, json_of, strict_json
+from poolgrid.plugins.parsers.values import PYTHON_NAMES, json_of, strict_json
 
 REFERENCES_MAX = 8
 """References of a schema that are followed for one argument."""

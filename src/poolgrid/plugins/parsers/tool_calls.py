@@ -19,8 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Final
 
-from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind
-from poolgrid.server.frontend.parsers.call_forms import (
+from poolgrid.plugins.parsers.call_forms import (
     CALL_CHARS_MAX,
     CallForm,
     Declared,
@@ -29,11 +28,12 @@ from poolgrid.server.frontend.parsers.call_forms import (
     JsonCall,
     PythonCall,
 )
-from poolgrid.server.frontend.parsers.element_call import ElementCall
-from poolgrid.server.frontend.parsers.formats import CallFormat
-from poolgrid.server.frontend.parsers.markers import SPACE, StatefulParser, Trimmer, first_marker, held_length
-from poolgrid.server.frontend.parsers.tagged_call import TaggedCall
-from poolgrid.server.frontend.parsers.values import GEMMA, JSON
+from poolgrid.plugins.parsers.element_call import ElementCall
+from poolgrid.plugins.parsers.formats import CallFormat
+from poolgrid.plugins.parsers.markers import SPACE, StatefulParser, Trimmer, first_marker, held_length
+from poolgrid.plugins.parsers.tagged_call import TaggedCall
+from poolgrid.plugins.parsers.values import GEMMA, JSON
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind
 
 
 def begun_call(format: CallFormat, opener: str, character: str, declared: Declared, name: str = "") -> CallForm:

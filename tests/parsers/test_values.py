@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poolgrid.plugins.parsers.call_forms import JsonCall
+from poolgrid.plugins.parsers.values import GEMMA, JSON, PYTHON, Notation, ValueReader, strict_json
 from poolgrid.server.frontend.answer_pieces import FEED_CHARS_MAX
-from poolgrid.server.frontend.parsers.call_forms import JsonCall
-from poolgrid.server.frontend.parsers.values import GEMMA, JSON, PYTHON, Notation, ValueReader, strict_json
 from tests.examples import examples
-from tests.frontend.parsers.writers import gemma_value
+from tests.parsers.writers import gemma_value
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 KEYS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from poolgrid.server.frontend.parsers.argument_types import as_json, types_of
-from poolgrid.server.frontend.parsers.call_forms import CALL_CHARS_MAX
-from poolgrid.server.frontend.parsers.output_format import OutputFormat
+from poolgrid.plugins.parsers.argument_types import as_json, types_of
+from poolgrid.plugins.parsers.call_forms import CALL_CHARS_MAX
+from poolgrid.plugins.parsers.output_format import OutputFormat
 from poolgrid.server.frontend.tools import CallIds
 from poolgrid.server.process.parser_names import AUTO
-from tests.frontend.parsers.test_golden import read
-from tests.frontend.parsers.transcripts import GLM, TOOLS
+from tests.parsers.test_golden import read
+from tests.parsers.transcripts import GLM, TOOLS
 
 TEMPLATES = {
     # The lines by which templates tell their models how to call, shortened.

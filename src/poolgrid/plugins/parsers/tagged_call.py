@@ -19,11 +19,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from poolgrid.server.frontend.parsers.argument_types import STRING, as_json, properties_of, types_of
-from poolgrid.server.frontend.parsers.call_forms import HEAD_CHARS_MAX, Declared, StatefulCall
-from poolgrid.server.frontend.parsers.formats import Tags
-from poolgrid.server.frontend.parsers.markers import SPACE, first_marker, held_length
-from poolgrid.server.frontend.parsers.values import GAP_CHARS_MAX, HELD_VALUE_CHARS_MAX, NAMES, ValueReader, json_of
+from poolgrid.plugins.parsers.argument_types import STRING, as_json, properties_of, types_of
+from poolgrid.plugins.parsers.call_forms import HEAD_CHARS_MAX, Declared, StatefulCall
+from poolgrid.plugins.parsers.formats import Tags
+from poolgrid.plugins.parsers.markers import SPACE, first_marker, held_length
+from poolgrid.plugins.parsers.values import GAP_CHARS_MAX, HELD_VALUE_CHARS_MAX, NAMES, ValueReader, json_of
 from poolgrid.server.frontend.tool_use import NAME_CHARS_MAX
 
 UNDECIDED_CHARS_MAX = 64

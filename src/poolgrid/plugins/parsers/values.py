@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
+from poolgrid.plugins.parsers.markers import SPACE
 from poolgrid.server.frontend.answer_pieces import FEED_CHARS_MAX
-from poolgrid.server.frontend.parsers.markers import SPACE
 
 DEPTH_MAX = 200
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poolgrid.plugins.parsers.formats import CALL_NAMES, REASONING_NAMES
+from poolgrid.plugins.parsers.output_format import OutputFormat
 from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind
-from poolgrid.server.frontend.parsers.formats import CALL_NAMES, REASONING_NAMES
-from poolgrid.server.frontend.parsers.output_format import OutputFormat
 from tests.examples import examples
-from tests.frontend.parsers.transcripts import TOOLS, TRANSCRIPTS, Answer, Transcript
+from tests.parsers.transcripts import TOOLS, TRANSCRIPTS, Answer, Transcript
 
 NAMES = [transcript.name for transcript in TRANSCRIPTS]
 

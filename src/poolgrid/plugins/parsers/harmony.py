@@ -22,9 +22,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from poolgrid.plugins.parsers.call_forms import GivenCall, declared_name
+from poolgrid.plugins.parsers.markers import StatefulParser, first_marker, held_length
 from poolgrid.server.frontend.answer_pieces import AnswerPiece, PieceKind
-from poolgrid.server.frontend.parsers.call_forms import GivenCall, declared_name
-from poolgrid.server.frontend.parsers.markers import StatefulParser, first_marker, held_length
 
 MARKERS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
 

@@ -23,9 +23,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from poolgrid.server.frontend.parsers.argument_types import Fitting
-from poolgrid.server.frontend.parsers.markers import SPACE
-from poolgrid.server.frontend.parsers.values import JSON, PYTHON, Notation, ValueReader, strict_json
+from poolgrid.plugins.parsers.argument_types import Fitting
+from poolgrid.plugins.parsers.markers import SPACE
+from poolgrid.plugins.parsers.values import JSON, PYTHON, Notation, ValueReader, strict_json
 from poolgrid.server.frontend.tool_use import NAME_CHARS_MAX
 
 HEAD_CHARS_MAX = 2 * NAME_CHARS_MAX

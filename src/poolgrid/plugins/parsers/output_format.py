@@ -17,10 +17,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind, joined_pieces
-from poolgrid.server.frontend.parsers.call_forms import CALL_CHARS_MAX
-from poolgrid.server.frontend.parsers.call_guides import calls_part, llama3_json
-from poolgrid.server.frontend.parsers.formats import (
+from poolgrid.plugins.parsers.call_forms import CALL_CHARS_MAX
+from poolgrid.plugins.parsers.call_guides import calls_part, llama3_json
+from poolgrid.plugins.parsers.formats import (
     REASONING,
     TOOL_CALLS,
     call_format,
@@ -29,11 +28,12 @@ from poolgrid.server.frontend.parsers.formats import (
     reasoning_formats,
     shown,
 )
-from poolgrid.server.frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
-from poolgrid.server.frontend.parsers.harmony import Harmony
-from poolgrid.server.frontend.parsers.markers import first_marker, held_length
-from poolgrid.server.frontend.parsers.reasoning import Begins, FurtherReasoning, MarkedReasoning, begins_after
-from poolgrid.server.frontend.parsers.tool_calls import NAMED, REQUIRED, ToolCalls, calls_of, first_call
+from poolgrid.plugins.parsers.harmony import MARKERS as HARMONY_MARKERS
+from poolgrid.plugins.parsers.harmony import Harmony
+from poolgrid.plugins.parsers.markers import first_marker, held_length
+from poolgrid.plugins.parsers.reasoning import Begins, FurtherReasoning, MarkedReasoning, begins_after
+from poolgrid.plugins.parsers.tool_calls import NAMED, REQUIRED, ToolCalls, calls_of, first_call
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind, joined_pieces
 from poolgrid.server.frontend.tool_use import ToolUse
 from poolgrid.server.process.parser_names import AUTO, NONE
 from poolgrid.server.structured_output.guide_parts import Part

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tests.frontend.parsers.samples import Call, as_json
+from tests.parsers.samples import Call, as_json
 
 Writer = Callable[[Sequence[Call]], str]
 

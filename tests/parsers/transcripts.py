@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from poolgrid.server.frontend.parsers.output_format import OutputFormat
+from poolgrid.plugins.parsers.output_format import OutputFormat
 from poolgrid.server.frontend.tool_use import ToolUse
 
 TOOLS = ToolUse(

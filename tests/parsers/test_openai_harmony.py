@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from poolgrid.server.frontend.parsers.output_format import OutputFormat
+from poolgrid.plugins.parsers.output_format import OutputFormat
 from tests.examples import examples
-from tests.frontend.parsers.test_golden import read
-from tests.frontend.parsers.transcripts import HARMONY, TOOLS, Answer
+from tests.parsers.test_golden import read
+from tests.parsers.transcripts import HARMONY, TOOLS, Answer
 
 harmony = pytest.importorskip("openai_harmony", reason="openai-harmony is not installed")
 if not os.path.isfile(os.path.join(os.environ.get("TIKTOKEN_ENCODINGS_BASE", ""), "o200k_base.tiktoken")):

@@ -10,8 +10,7 @@ import re
 from collections.abc import Sequence
 from enum import Enum
 
-from poolgrid.server.frontend.answer_pieces import AnswerPiece, PieceKind
-from poolgrid.server.frontend.parsers.markers import (
+from poolgrid.plugins.parsers.markers import (
     StatefulParser,
     Trimmer,
     first_marker,
@@ -19,6 +18,7 @@ from poolgrid.server.frontend.parsers.markers import (
     known_until,
     may_begin,
 )
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, PieceKind
 
 
 class Begins(Enum):

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from poolgrid.server.frontend.parsers.argument_types import member_schema, own_types, properties_of
-from poolgrid.server.frontend.parsers.call_forms import Declared
-from poolgrid.server.frontend.parsers.markers import SPACE, first_marker, held_length
-from poolgrid.server.frontend.parsers.tagged_call import ArgumentText, CallInTags
-from poolgrid.server.frontend.parsers.values import DEPTH_MAX, GAP_CHARS_MAX, json_of
+from poolgrid.plugins.parsers.argument_types import member_schema, own_types, properties_of
+from poolgrid.plugins.parsers.call_forms import Declared
+from poolgrid.plugins.parsers.markers import SPACE, first_marker, held_length
+from poolgrid.plugins.parsers.tagged_call import ArgumentText, CallInTags
+from poolgrid.plugins.parsers.values import DEPTH_MAX, GAP_CHARS_MAX, json_of
 from poolgrid.server.frontend.tool_use import NAME_CHARS_MAX
 
 _ITEM = "item"

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind
-from poolgrid.server.frontend.parsers.formats import (
+from poolgrid.plugins.parsers.formats import (
     CALL_NAMES,
     REASONING_NAMES,
     call_aliases,
@@ -21,15 +20,16 @@ from poolgrid.server.frontend.parsers.formats import (
     reasoning_aliases,
     reasoning_format,
 )
-from poolgrid.server.frontend.parsers.output_format import OutputFormat
+from poolgrid.plugins.parsers.output_format import OutputFormat
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind
 from poolgrid.server.frontend.tool_use import ToolUse
 from poolgrid.server.process.parser_names import AUTO
 from tests.cases import for_each
 from tests.examples import examples
-from tests.frontend.parsers.samples import SAMPLES, SCHEMAS, USE, Call
-from tests.frontend.parsers.test_golden import answer_of, read
-from tests.frontend.parsers.transcripts import Answer
-from tests.frontend.parsers.writers import WRITERS, Writer
+from tests.parsers.samples import SAMPLES, SCHEMAS, USE, Call
+from tests.parsers.test_golden import answer_of, read
+from tests.parsers.transcripts import Answer
+from tests.parsers.writers import WRITERS, Writer
 
 FORMS = [
     pytest.param(name, writer, id=name if number == 0 else f"{name}-{number + 1}")

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from poolgrid.plugins.parsers.output_format import OutputFormat
 from poolgrid.server.frontend.answer_pieces import PieceKind
-from poolgrid.server.frontend.parsers.output_format import OutputFormat
 from poolgrid.server.frontend.tool_use import ToolUse
 
 SCHEMA = {

@@ -14,8 +14,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poolgrid.server.frontend.parsers.argument_types import definitions_of, properties_of, types_of
-from poolgrid.server.frontend.parsers.formats import Guide
+from poolgrid.plugins.parsers.argument_types import definitions_of, properties_of, types_of
+from poolgrid.plugins.parsers.formats import Guide
 from poolgrid.server.structured_output.guide_parts import Part, const, one_of, schema_part, within
 
 CALLS_MAX = 4
