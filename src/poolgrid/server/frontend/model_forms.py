@@ -139,16 +139,10 @@ def _log_parsers(model: str, found: ModelParsers, source: str, any_reasoning: bo
         ("--reasoning-parser", found.reasoning, any_reasoning, "reasoning_content"),
         ("--tool-call-parser", found.tools, any_tools, "tool_calls"),
     ):
-        if not (not name and is_auto and message_field in source):
+        if name or not is_auto or message_field not in source:
             continue
         if found is PLAIN_TEXT:
-            log.warning(
-                "model %r: its chat template has %s, which stay content: the plug-in that reads them is not installed "
-                "(%s)",
-                model,
-                message_field,
-                MISSING,
-            )
+            log.warning("model %r: its chat template has %s, which stay content: %s", model, message_field, MISSING)
         else:
             log.warning(
                 "model %r: its chat template has %s in a format that no parser shows: they stay content. %s names a "

@@ -21,6 +21,8 @@ PROMPT_END_CHARS = 64
 _CHOOSING: Final = "model"
 """Entry point of the function that chooses a model's parsers."""
 
+MISSING: Final = f"the plug-in {_CHOOSING!r} of {PARSERS} is not installed"
+
 
 class ModelParsers(Protocol):
     """The parsers of one model by name; an empty name = none."""
@@ -80,7 +82,7 @@ class PlainText:
     def active(self, tools: ToolUse | None) -> bool:
         """Return that it is not; raises ``RequestError`` where calls are forced, which nobody could tell from text."""
         if tools is not None and tools.guided:
-            raise unsupported("tool_choice", f"forced calls need a plug-in that this server lacks: {MISSING}")
+            raise unsupported("tool_choice", f"a call is forced, and {MISSING}")
         return False
 
     def markers(self, tools: ToolUse | None) -> frozenset[str]:
@@ -99,8 +101,6 @@ class PlainText:
 
 
 PLAIN_TEXT: Final = PlainText()
-
-MISSING: Final = f"{_CHOOSING!r} of {PARSERS}"
 
 
 def choose_parsers(

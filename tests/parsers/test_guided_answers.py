@@ -12,7 +12,7 @@ from poolgrid.server.frontend.guided_answers import _Choices, _Scalar
 from tests.frontend.answers import PATHS, Answer, body_for, read
 from tests.frontend.fake_backend import FakeBackend, speak
 from tests.frontend.server import FrontEnd, front_end
-from tests.frontend.test_answer_ends import opening
+from tests.parsers.test_answer_ends import opening
 
 THOUGHTS = (
     "Is it true? 7 of 9 were positive, so it is.",
