@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
-import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
@@ -21,11 +20,8 @@ from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.http.http_server import HttpServer
 from poolgrid.server.http.http_settings import HttpLimits
-from poolgrid.server.process.plugins import PARSERS, has_plugin
 from poolgrid.server.process.settings import with_constants
 from tests.frontend.fake_backend import TINY, FakeBackend
-
-needs_parsers = pytest.mark.skipif(not has_plugin(PARSERS, "model"), reason="the plug-in that reads formats is deleted")
 
 
 def application(

@@ -20,7 +20,8 @@ from poolgrid.server.frontend.schema import CUSTOM_ARGUMENT
 from poolgrid.server.frontend.tools import custom_arguments, custom_text
 from tests.examples import examples
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
-from tests.frontend.server import FrontEnd, application, front_end, needs_parsers, served_in_thread
+from tests.frontend.server import FrontEnd, application, front_end, served_in_thread
+from tests.installed import needs_parsers
 
 RESPONSES = "/v1/responses"
 CHAT = "/v1/chat/completions"

@@ -13,7 +13,8 @@ import pytest
 from poolgrid.kernel.requests.inference import InferenceRequest
 from tests.frontend.answers import PATHS
 from tests.frontend.fake_backend import FakeBackend, Step, speak
-from tests.frontend.server import application, in_process, needs_parsers, post_once, prompt_of
+from tests.frontend.server import application, in_process, post_once, prompt_of
+from tests.installed import needs_parsers
 
 HI = {"role": "user", "content": "hi"}
 

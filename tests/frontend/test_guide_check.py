@@ -17,7 +17,8 @@ from poolgrid.server.frontend.errors import RequestError
 from poolgrid.server.frontend.guide_check import WAITING_PER_TENANT_MAX, GuideCheck, GuideLimits
 from poolgrid.server.frontend.guides import Guide
 from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import application, in_process, needs_parsers
+from tests.frontend.server import application, in_process
+from tests.installed import needs_parsers
 from tests.wire.test_guide_limits import chain, rules
 
 SHARES = CacheShares(4, 1)

@@ -18,8 +18,9 @@ from poolgrid.server.frontend.responses_api import kept as kept_module
 from poolgrid.server.frontend.responses_api.kept import ENTRY_BYTES, KeptResponse, Owner, ResponseStore
 from tests.clock import HandClock
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
-from tests.frontend.server import application, in_process, needs_parsers, served_in_thread
+from tests.frontend.server import application, in_process, served_in_thread
 from tests.frontend.weather_tool import TOOL
+from tests.installed import needs_parsers
 
 open_database = kept_module._open
 ALICE = Owner("alice", 2)

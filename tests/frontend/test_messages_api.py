@@ -17,7 +17,8 @@ from poolgrid.kernel.requests.inference import InferenceRequest, Refused, Served
 from poolgrid.server.frontend.access import key_file
 from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
 from tests.frontend.fake_backend import FakeBackend, Step, speak
-from tests.frontend.server import application, in_process, needs_parsers, post_once, prompt_of, served_in_thread
+from tests.frontend.server import application, in_process, post_once, prompt_of, served_in_thread
+from tests.installed import needs_parsers
 
 ARGUMENTS = '{"city": "Pärïs\u2028"}'
 CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'

@@ -13,7 +13,8 @@ from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.reasoning_switch import EFFORTS, switch_of
 from tests.frontend.answers import PATHS, body_for
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
-from tests.frontend.server import needs_parsers, post_once, prompt_of
+from tests.frontend.server import post_once, prompt_of
+from tests.installed import needs_parsers
 
 HEAD = "{% for m in messages %}{{ m.content }}\n{% endfor %}assistant\n"
 THINKS, ANSWERS = "<think>\n", "<think>\n\n</think>\n\n"

@@ -15,8 +15,9 @@ import pytest
 from poolgrid.kernel.requests.inference import InferenceRequest
 from poolgrid.server.frontend.prompt_encoder import PromptEncoder
 from tests.frontend.fake_backend import FakeBackend, Step, speak
-from tests.frontend.server import application, in_process, needs_parsers, post_once, prompt_of, served_in_thread
+from tests.frontend.server import application, in_process, post_once, prompt_of, served_in_thread
 from tests.frontend.weather_tool import TOOL
+from tests.installed import needs_parsers
 
 ARGUMENTS = '{"city": "Pärïs\u2028"}'
 CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'

@@ -15,7 +15,8 @@ from poolgrid.kernel.requests.inference import ServedModel
 from poolgrid.kernel.wire.card import ChatSpec, MediaSpec
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.media.samples import png
-from tests.frontend.server import application, in_process, needs_parsers
+from tests.frontend.server import application, in_process
+from tests.installed import needs_parsers
 
 HI = [{"role": "user", "content": "hi"}]
 SHOUTING = "{{ eos_token }}{% for message in messages %}{{ message.content | upper }}!{% endfor %}"
