@@ -213,16 +213,17 @@ ENGINE_LIBRARIES = ("tensorrt_llm", "torch")
 ENGINES = "server.workers.engines"
 PROTOCOL = "kernel.worker_protocol.engine"
 ENGINE_PLUGINS = ("plugins.simulated", "plugins.trtllm")
-REGISTRIES = ("server.workers.engines.registry", "server.workers.engines.server.definition")
-"""Tables of what engines and kinds of servers there are."""
+REGISTRY = "server.workers.engines.registry"
+DIALECTS = f"{ENGINES}.server.dialects"
+KINDS = [path.stem for path in (PACKAGE / "server/workers/engines/server/dialects").glob("[!_]*.py")]
 
 WORDS_OF_ENGINES = {
     "plugins.simulated": ("simulated", "simulation"),
     "plugins.trtllm": ("trtllm", "tensorrt"),
-    f"{ENGINES}.server.dialects": ("vllm", "sglang", "trtllm-serve", "trtllm_serve"),
+    DIALECTS: (*KINDS, *(kind.replace("_", "-") for kind in KINDS)),
 }
 """By the package of each engine: words that no module of ``workers`` has that is in no engine's package, the
-registries excepted."""
+registry excepted."""
 
 BANNED_CALLS = {
     "print": "a logger, or sys.stdout.write for an answer of a command",
@@ -311,7 +312,7 @@ def _engine_of(module: str) -> str:
 
 def words_of_engines(module: str, source: str) -> list[str]:
     """What a module that is in no engine's directory says of an engine, one line each."""
-    if module in REGISTRIES or _engine_of(module):
+    if module == REGISTRY or _engine_of(module):
         return []
     return [
         f"{module}:{number}: {word!r} is banned here, say what any engine has: {engine} is known in its directory only"
@@ -394,7 +395,7 @@ def faults(module: str, source: str) -> list[str]:
         if top in ENGINE_LIBRARIES and not any(_is_in(module, each) for each in (ENGINES, *ENGINE_PLUGINS)):
             found.append(f"{where}: {imported} is banned here, use an engine in {ENGINES}: only they import {top}")
         other = _engine_of(imported)
-        if other and _is_in(module, "server.workers") and other != _engine_of(module):
+        if other and _is_in(module, "server.workers") and other != _engine_of(module) and module != REGISTRY:
             found.append(f"{where}: {imported} is banned here, use {PROTOCOL}: only {other} knows itself")
         if imported == "time.sleep":
             found.append(f"{where}: time.sleep is banned here, use {BANNED_CALLS['time.sleep']}")
@@ -489,9 +490,10 @@ def test_engines_are_known_in_their_directories_only() -> None:
 
 
 def test_every_engine_has_its_words() -> None:
-    ours = {point.module.removeprefix("poolgrid.").removesuffix(".definition") for point in engines().values()}
-    assert ours == {*ENGINE_PLUGINS, f"{ENGINES}.server"}
-    assert {engine.removesuffix(".dialects") for engine in WORDS_OF_ENGINES} == ours
+    modules = {point.module.removeprefix("poolgrid.").removesuffix(".definition") for point in engines().values()}
+    kinds = {f"{DIALECTS}.{kind}" for kind in KINDS}
+    assert modules == {*ENGINE_PLUGINS, f"{ENGINES}.server", *kinds}
+    assert set(WORDS_OF_ENGINES) == {*ENGINE_PLUGINS, DIALECTS}
 
 
 def test_no_modules_import_each_other() -> None:

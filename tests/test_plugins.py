@@ -183,7 +183,7 @@ def test_a_pool_serves_with_the_simulated_engine_alone(tmp_path: Path) -> None:
     place = package_without([f"plugins/{name}" for name in NAMES if name != "simulated"], tmp_path)
     program = """
 from poolgrid.server.workers.engines.registry import engines, server_kinds
-assert "trtllm" not in engines() and set(server_kinds()) == {"openai", "sglang", "trtllm-serve", "vllm"}
+assert "trtllm" not in engines() and {"openai", "vllm"} <= set(server_kinds())
 """
     done = python(place, "-c", program)
     assert done.returncode == 0, done.stderr

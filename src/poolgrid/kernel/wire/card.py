@@ -51,7 +51,7 @@ def unmet(sampling: Sampling, inabilities: Iterable[Inability]) -> tuple[str, st
             if sampling.guide:
                 return sampling.guide, f"{sampling.guide} is set, {why}"
             continue
-        value = getattr(sampling, name, None)
+        value = sampling.value_of(name)
         if value is None or value == NEUTRAL.get(name) or (name == "seed" and is_greedy(sampling)):
             continue
         return name, f"{name} is {value}, {why}"
