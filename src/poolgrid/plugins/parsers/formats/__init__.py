@@ -2,8 +2,7 @@
 
 A file's name is the format's; ``aliases`` are the names that other engines have for it. ``signs`` show a format: every
 marker of one of these lists stands in the chat template, or one of ``vocabulary`` was added to the vocabulary. Formats
-of a lower ``order`` are looked for first: a format whose signs are parts of others' comes later. ``frontend.parsers``
-reads these formats. May import nothing of poolgrid.
+of a lower ``order`` are looked for first: a format whose signs are parts of others' comes later.
 """
 
 from __future__ import annotations
