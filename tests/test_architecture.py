@@ -24,8 +24,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 ANYTHING = ("",)
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "kernel.output_formats": (),
-    "kernel.wire": ("kernel.output_formats",),
+    "kernel.wire": (),
     "kernel.kv_events": ("kernel.wire",),
     "kernel.index": ("kernel.wire",),
     "kernel.decision": ("kernel.wire", "kernel.index.following_tokens"),
@@ -46,7 +45,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "server.discovery.registry": ("kernel.wire",),
     "server.discovery": ("kernel.wire", "server.process", "server.transport"),
     "server.frontend": (
-        "kernel.output_formats",
         "kernel.wire",
         "kernel.requests",
         "server.forwarding.multipart",
@@ -155,7 +153,6 @@ KERNEL_LINES_MAX = 25_000
 NOT_YET_PLUGINS = {
     "sessions": ("kernel/consolidation/session_table.py", "kernel/routing/working_set.py", "router/session_naming.py"),
     "tenants": ("server/frontend/access",),
-    "parsers": ("server/frontend/parsers", "kernel/output_formats"),
     "Anthropic Messages": ("server/frontend/messages_api",),
     "Responses": ("server/frontend/responses_api",),
     "media": ("server/frontend/media",),
@@ -184,6 +181,7 @@ PURE = (
     "server.router.engine_backlog",
     "server.consolidator.loop_share",
     "server.workers.booked_prefill",
+    "plugins.parsers",
     "plugins.policies",
     "server.global_router.document",
     "plugins.grid_builder",

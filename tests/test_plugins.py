@@ -52,6 +52,11 @@ REFUSALS = (
         ("consolidator", "--event-plane", "nats", "--nats-url", "nats://127.0.0.1:1"),
         "loading the plug-in 'nats' of poolgrid.event_planes",
     ),
+    Refusal(
+        "parsers",
+        ("router", "--reasoning-parser", "qwen3"),
+        "loading the plug-in 'reasoning' of poolgrid.parsers",
+    ),
     Refusal("policies", ("router", "--policy", "round-robin"), "--policy round-robin"),
     Refusal("simulated", ("worker", "--consolidator", "127.0.0.1:1"), "--engine is simulated, which is not installed"),
     Refusal("simulated", ("up",), "--engine is simulated, which is not installed"),

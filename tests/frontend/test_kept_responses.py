@@ -20,6 +20,7 @@ from tests.clock import HandClock
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application, in_process, served_in_thread
 from tests.frontend.weather_tool import TOOL
+from tests.installed import needs_parsers
 
 open_database = kept_module._open
 ALICE = Owner("alice", 2)
@@ -52,6 +53,7 @@ def client(backend: FakeBackend) -> Iterator[openai.OpenAI]:
         yield made
 
 
+@needs_parsers
 def test_a_conversation_goes_on_from_the_response_that_is_named(client: openai.OpenAI, backend: FakeBackend) -> None:
     first = client.responses.create(model="tiny", input="The weather", tools=[TOOL], instructions="Be brief.")
     [call] = first.output
@@ -73,6 +75,7 @@ def test_a_conversation_goes_on_from_the_response_that_is_named(client: openai.O
     assert branch.output_text == "Fine."
 
 
+@needs_parsers
 def test_references_are_served_with_the_items_that_they_mean(client: openai.OpenAI, backend: FakeBackend) -> None:
     first = client.responses.create(
         model="tiny", input="The weather", tools=[TOOL], extra_headers={"x-request-id": "in_5"}
@@ -138,6 +141,7 @@ def test_ids_cannot_be_guessed_and_two_requests_of_one_name_are_two_responses(cl
     assert all(each.startswith("resp_mine_") and len(each) > len("resp_mine_") + 20 for each in ids)
 
 
+@needs_parsers
 async def test_errors_name_the_fields_that_a_responses_client_sent() -> None:
     some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
     cases: list[tuple[dict[str, Any], str]] = [

@@ -17,7 +17,6 @@ from poolgrid.server.frontend.messages_api.conversation import chat_body as chat
 from poolgrid.server.frontend.messages_api.encoder import MessagesEncoder
 from poolgrid.server.frontend.messages_api.schema import CountedBody, MessagesBody
 from poolgrid.server.frontend.model_forms import ModelForm, ModelForms, template_source
-from poolgrid.server.frontend.parsers.formats import ToolUse
 from poolgrid.server.frontend.prepared_request import AnswerForm, PreparedRequest
 from poolgrid.server.frontend.prompt_model import PromptModel, PromptModels
 from poolgrid.server.frontend.prompts import check_vocabulary, count_prompts
@@ -44,6 +43,7 @@ from poolgrid.server.frontend.session_fields import (
     response_key,
 )
 from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.frontend.tool_use import ToolUse
 from poolgrid.server.frontend.tools import NO_TOOLS, beside_calls, plain_choice, read_tools, tool_use
 
 CHOICES_MAX = 128

@@ -12,8 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES
+from poolgrid.server.frontend.answer_pieces import PieceKind
 from poolgrid.server.frontend.errors import RequestError
-from poolgrid.server.frontend.parsers.pieces import PieceKind
 from poolgrid.server.frontend.piece_encoder import AnswerPart, PieceEncoder
 from poolgrid.server.frontend.prepared_request import AnswerStart
 from poolgrid.server.frontend.responses import escape_line_ends
