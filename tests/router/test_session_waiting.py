@@ -72,7 +72,7 @@ async def finish(router: Routed, request_id: str, worker: WorkerKey = A, endpoin
 @asynccontextmanager
 async def full_pool(**settings: Any) -> AsyncIterator[Routed]:
     """A worker with room for two sessions, which two have."""
-    async with routed(session_admission=True, **settings) as router:
+    async with routed(**{"session_admission": True, **settings}) as router:
         join(router)
         for session in ("one", "two"):
             await asyncio.gather(*await submit(router, call(session)))
@@ -105,8 +105,7 @@ async def test_a_third_session_waits_and_turns_of_the_two_pass_it() -> None:
 
 
 async def test_no_turn_waits_without_session_admission() -> None:
-    async with full_pool() as router:
-        router.service.queue._admits_sessions = RouterSettings().session_admission
+    async with full_pool(session_admission=RouterSettings().session_admission) as router:
         [third] = await submit(router, call("three"))
 
         assert third.done()
