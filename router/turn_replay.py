@@ -49,6 +49,8 @@ OFFERED_MAX: Final = 16
 """Turns behind the first that are offered a place each time; fewer than at a router, because most are not admitted."""
 LOOK_MS: Final = 250.0
 """Turns that wait are offered again no sooner, unless a place has become free."""
+LONG_BLOCKS, LONG_MIN, PACE_QUANTILE = 32, 20, 0.25
+"""Of so many prompts of so many blocks to compute, a quarter hardly waited for others."""
 BASE_QUANTILE: Final = 0.1
 """Of the times to the first token: what the quickest turns took is the least that any takes."""
 
@@ -66,6 +68,8 @@ class PastTurn(msgspec.Struct, eq=False, gc=False):
     """Of them, those that the worker held before the session's first turn there."""
     prefix: int
     """Sequence hash of the last of them; 0 where its parent has them, or there are none."""
+    held: int
+    """Of its prompt, where it was sent."""
     family: int
     """A number that a session has in common with its subagents."""
     asked_ms: float
@@ -97,8 +101,16 @@ class TurnLog(Observer):
         return [turn for turn in self._past if turn.asked_ms >= asked_ms]
 
     def begin(
-        self, worker: WorkerKey, dispatch_id: str, turn: OfferedTurn, model: str, now_ms: float, waited_ms: float
+        self,
+        worker: WorkerKey,
+        dispatch_id: str,
+        turn: OfferedTurn,
+        held: int,
+        model: str,
+        now_ms: float,
+        waited_ms: float,
     ) -> None:
+        """``held`` are the leading blocks of its prompt that the worker has."""
         if (worker, dispatch_id) in self._open:
             return
         session, parent = turn.session, turn.parent
@@ -106,7 +118,7 @@ class TurnLog(Observer):
         tenant, name = parent or session
         family, asked_ms = stable_u64(f"{tenant} {name}"), now_ms - waited_ms
         self._open[worker, dispatch_id] = PastTurn(
-            session, parent, model, turn.priority, turn.blocks, common, prefix, family, asked_ms, now_ms
+            session, parent, model, turn.priority, turn.blocks, common, prefix, held, family, asked_ms, now_ms
         )
         if len(self._open) > TURNS_MAX:
             self._open.popitem(last=False)
@@ -118,7 +130,8 @@ class TurnLog(Observer):
     ) -> None:
         request = decision.request
         if request.session and request.stage in WITH_PLACE:
-            self.begin(decision.worker, dispatch_id, turn_of(request), card.model, now_ms, decision.queued_ms)
+            held = min(decision.overlap_blocks, len(path))
+            self.begin(decision.worker, dispatch_id, turn_of(request), held, card.model, now_ms, decision.queued_ms)
 
     def on_turn_began(self, worker: Worker, event: TurnBegan, now_ms: float) -> None:
         turn, place = event.turn, event.turn.place
@@ -126,7 +139,7 @@ class TurnLog(Observer):
             parent = (turn.tenant, turn.parent) if turn.parent else None
             blocks = -(-event.isl // worker.card.block_size)
             offered = OfferedTurn((turn.tenant, turn.session), blocks, place.priority, parent)
-            self.begin(worker.key, event.request_id, offered, worker.card.model, now_ms, place.waited_ms)
+            self.begin(worker.key, event.request_id, offered, place.common, worker.card.model, now_ms, place.waited_ms)
 
     def on_first_token(self, worker: WorkerKey, request_id: str, now_ms: float) -> None:
         turn = self._open.get((worker, request_id))
@@ -250,7 +263,7 @@ class ReplayTotals(msgspec.Struct):
     turns: int = 0
     """That were counted."""
     ttft_ms: float = 0.0
-    """Mean, with what they waited."""
+    """With what they waited: the mean over sessions of the mean over a session's turns, of sessions with several."""
     computed_tokens: int = 0
     waited: int = 0
     """Turns that waited for a place."""
@@ -272,7 +285,8 @@ class TurnReplay:
         self, turns: Iterable[PastTurn], sizes: Mapping[WorkerKey, EngineSize], places: WorkingSet | None
     ) -> None:
         """``turns`` are over. ``places`` is an empty working set, or ``None`` to play them without admission."""
-        workers, shares = _sample(sizes)
+        turns = list(turns)
+        workers, shares = _sample(_at_pace(sizes, turns))
         kept = [turn for turn in turns if turn.model in shares and not turn.family % shares[turn.model]]
         self._turns = sorted(kept[-TURNS_PLAYED:], key=lambda each: each.asked_ms)
         self._workers = workers
@@ -294,6 +308,9 @@ class TurnReplay:
         self._waiting: list[int] = []
         self._tried = (-1, 0.0)
         """Changes of the working set when those that wait were offered places, and when to offer again without any."""
+        self._ttfts_ms: dict[SessionKey, list[float]] = {}
+        self._look_ms = 0.0
+        """When they are offered again at the latest."""
         self._counted_ms = 0.0
         self.totals = ReplayTotals()
 
@@ -317,7 +334,8 @@ class TurnReplay:
             yield
         counted = [each.first_ms - each.sent_ms for each in turns if each.asked_ms >= self._counted_ms]
         base_ms = sorted(counted)[int(BASE_QUANTILE * len(counted))]
-        totals.ttft_ms = base_ms + totals.ttft_ms / max(1, totals.turns)
+        means_ms = [sum(each) / len(each) for each in self._ttfts_ms.values() if len(each) > 1]
+        totals.ttft_ms = base_ms + sum(means_ms) / max(1, len(means_ms))
 
     def _link(self) -> Iterator[None]:
         """Find which turn each one follows, and by how long a pause."""
@@ -407,7 +425,7 @@ class TurnReplay:
         first_ms = now_ms + computed * worker.size.block_ms
         if turn.asked_ms >= self._counted_ms:
             self.totals.turns += 1
-            self.totals.ttft_ms += first_ms - self._arrived_ms[number]
+            self._ttfts_ms.setdefault(turn.session, []).append(first_ms - self._arrived_ms[number])
             self.totals.computed_tokens += computed * worker.size.block_size
         heappush(self._moments, (first_ms, Moment.COMPUTED, number))
 
@@ -440,13 +458,33 @@ class TurnReplay:
             went = next((each for each in candidates if self._offer(each, now_ms, self._waited_ms(each, now_ms))), None)
             if went is None:
                 due_ms = min(places.next_ms(), self._arrived_ms[waiting[0]] + AGE_MS)
+                due_ms = max(due_ms, now_ms + LOOK_MS)
                 self._tried = places.changes, due_ms
-                heappush(self._moments, (max(due_ms, now_ms + LOOK_MS), Moment.LOOK, -1))
+                if not now_ms < self._look_ms <= due_ms:
+                    self._look_ms = due_ms
+                    heappush(self._moments, (due_ms, Moment.LOOK, -1))
                 return
             waiting.remove(went)
 
     def _waited_ms(self, number: int, now_ms: float) -> float:
         return max(1.0, now_ms - self._arrived_ms[number])
+
+
+def _at_pace(sizes: Mapping[WorkerKey, EngineSize], turns: Sequence[PastTurn]) -> dict[WorkerKey, EngineSize]:
+    """Return the workers at the pace at which long prompts were computed, answers of others between them."""
+    taken_ms: dict[str, list[float]] = {}
+    for turn in turns:
+        computed = turn.blocks - turn.held
+        if computed >= LONG_BLOCKS:
+            taken_ms.setdefault(turn.model, []).append((turn.first_ms - turn.sent_ms) / computed)
+    least_ms = {
+        model: sorted(found)[int(PACE_QUANTILE * len(found))]
+        for model, found in taken_ms.items()
+        if len(found) >= LONG_MIN
+    }
+    return {
+        key: size._replace(block_ms=max(size.block_ms, least_ms.get(size.model, 0.0))) for key, size in sizes.items()
+    }
 
 
 def _sample(sizes: Mapping[WorkerKey, EngineSize]) -> tuple[dict[str, list[CacheModel]], dict[str, int]]:

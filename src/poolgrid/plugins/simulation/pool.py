@@ -343,7 +343,9 @@ class SimulatedPool:
             )
             decision = self._choose(router, request, now, _NO_REASONS)
         if self._lines:
-            begun = self._lines[router].place(request, decision.worker, decision.overlap_blocks, now)
+            forecast = decision.choice.forecast
+            pace = 1.0 if forecast is None else forecast.pace
+            begun = self._lines[router].place(request, decision.worker, decision.overlap_blocks, pace, now)
             if begun is not None:
                 for other, line in enumerate(self._lines):
                     if other != router:

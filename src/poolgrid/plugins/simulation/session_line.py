@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from poolgrid.kernel.decision.policy import Candidates, Choice, IndexArray, RoutingRequest
 from poolgrid.kernel.index.prefix_index import PrefixIndex
 from poolgrid.kernel.projection.fleet import Worker
-from poolgrid.kernel.routing.engine_times import Engines, FewEngines
+from poolgrid.kernel.routing.engine_times import Engines, FewEngines, refill_ms
 from poolgrid.kernel.routing.kv_policy import KvAware
 from poolgrid.kernel.routing.learned_speeds import LearnedSpeeds
 from poolgrid.kernel.routing.working_set import AGE_MS, OfferedTurn, SessionKey, WorkingSet
@@ -118,7 +118,7 @@ class SessionLine:
             self._tried = (self.working_set.changes, min(self.working_set.next_ms(), first_ms + AGE_MS))
 
     def place(
-        self, request: SimulatedRequest, worker: WorkerKey, overlap_blocks: int, now: float
+        self, request: SimulatedRequest, worker: WorkerKey, overlap_blocks: int, pace: float, now: float
     ) -> tuple[OfferedTurn, WorkerKey, TurnPlace] | None:
         """Return what other routers learn of a turn that begins."""
         turn = self._turn(request)
@@ -127,23 +127,29 @@ class SessionLine:
         prefix = request.path[overlap_blocks - 1] if overlap_blocks else 0
         prefix = self.working_set.shared_prefix(turn, worker, prefix)
         waited_ms = now - request.arrival_ms
+        card = self.cards[worker]
+        place = TurnPlace(overlap_blocks, prefix, 0, round(waited_ms), round(pace * refill_ms(card)))
+        self.working_set.know(worker, card.limits.total_kv_blocks, place.refill_ms)
         self.working_set.begin(turn, worker, overlap_blocks, prefix, now, waited_ms)
-        self._note(request, turn, worker, now)
+        self._note(request, turn, worker, place.common, now)
         displaced = self._displaced.pop(request.request_id, ())
-        return turn, worker, TurnPlace(overlap_blocks, prefix, 0, round(waited_ms), displaced=displaced)
+        return turn, worker, replace(place, displaced=displaced)
 
     def follow(self, request: SimulatedRequest, begun: tuple[OfferedTurn, WorkerKey, TurnPlace], now: float) -> None:
         """Take note of a turn that another router sent."""
         turn, worker, place = begun
+        self.working_set.know(worker, self.cards[worker].limits.total_kv_blocks, place.refill_ms)
         self.working_set.displace(place.displaced)
         self.working_set.begin(turn, worker, place.common, place.prefix, now, place.waited_ms)
-        self._note(request, turn, worker, now)
+        self._note(request, turn, worker, place.common, now)
 
-    def _note(self, request: SimulatedRequest, turn: OfferedTurn, worker: WorkerKey, now: float) -> None:
+    def _note(
+        self, request: SimulatedRequest, turn: OfferedTurn, worker: WorkerKey, held: int, now: float
+    ) -> None:
         """Have the review know of a turn, by its prompt alone."""
         prompt = replace(turn, blocks=-(-request.isl // self._block_size))
         model, waited_ms = self.cards[worker].model, now - request.arrival_ms
-        self.admission.log.begin(worker, request.request_id, prompt, model, now, waited_ms)
+        self.admission.log.begin(worker, request.request_id, prompt, held, model, now, waited_ms)
 
     def finish(self, request: SimulatedRequest, now: float) -> None:
         turn = self._turn(request)
