@@ -2,10 +2,11 @@
 
 Rules
     1. At each full ``REVIEW_MS`` of the wall clock a router replays the turns of the last ``WINDOW_MS`` with admission
-       and without it (``poolgrid.server.router.turn_replay``). The gain is by how much sooner first tokens come in the
-       mean, as a share of the time without admission; waits at the router count.
-    2. Admission rests after ``REVIEWS`` reviews in a row with a gain below ``REST_BELOW``. It works again after as many
-       with ``WORK_FROM`` or more. It works at first.
+       and without it (``poolgrid.server.router.turn_replay``). The gain is by how much sooner first tokens come, as a
+       share of the time without admission. Waits at the router count. It is of sessions with several turns, and each
+       counts the same: people in chats pay for admission, and have fewer turns than agents. Others never wait for it.
+    2. Admission rests after ``REST_AFTER`` reviews in a row with a gain below ``REST_BELOW``. It works again after
+       ``WORK_AFTER`` with ``WORK_FROM`` or more. It works at first.
     3. With fewer than ``TURNS_MIN`` turns nothing changes.
     4. Each router decides for itself. Their logs are of one stream, so they agree, but for what is on its way.
 
@@ -31,9 +32,11 @@ TURNS_MIN: Final = 50
 
 REST_BELOW: Final = 0.15
 WORK_FROM: Final = 0.2
-"""Simulated: 0.3 to 0.6 for agents that need 1.5 to 2 times the caches, where admission halves their times; below 0.15
-after two minutes for mixed traffic at 2 to 4 times, where it shortens none."""
-REVIEWS: Final = 2
+"""Simulated: 0.3 to 0.6 for agents that need 1.5 to 2 times the caches, where admission halves their times; around 0
+for mixed traffic at 2 to 4 times, where people in chats wait five to twenty times as long with it."""
+
+REST_AFTER, WORK_AFTER = 2, 3
+"""Reviews in a row: people in chats pay while it works, and a gain may be chance."""
 
 
 class ReviewFinding(NamedTuple):
@@ -115,6 +118,6 @@ class AdmissionReview:
         self.finding = finding
         is_against = finding.gain >= WORK_FROM if self.rests else finding.gain < REST_BELOW
         self._against = self._against + 1 if is_against else 0
-        if self._against == REVIEWS:
+        if self._against == (WORK_AFTER if self.rests else REST_AFTER):
             self.rests = not self.rests
             self._against = 0
