@@ -204,7 +204,7 @@ class CacheModel:
         return common if common < turn.common else min(turn.blocks, common + self._of(turn.session))
 
     def fits(self, turn: PastTurn) -> bool:
-        """Return whether a turn has room beside those that run."""
+        """Return whether a turn has room together with those that run."""
         more = turn.end_blocks - turn.common - self._running.get(turn.session, (0, 0))[0]
         return not self._running or self._pinned + more <= self.size.capacity
 

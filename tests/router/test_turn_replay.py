@@ -119,7 +119,9 @@ def test_a_worker_holds_what_was_used_last_and_never_more_than_its_cache(
         assert worker.held(turn) == (shared if shared < common else min(end, common + had.get(name, 0)))
         worker.begin(turn)
         worker.end(turn)
-        used = {name: max(blocks, had.get(name, 0)), **({prefix: common} if shares else {})}
+        used: dict[object, int] = {name: max(blocks, had.get(name, 0))}
+        if shares:
+            used[prefix] = common
         naive = [each for each in naive if each[0] not in used] + list(used.items())
         while (over := sum(size for _, size in naive) - SIZE.capacity) > 0:
             key, size = naive.pop(0)
