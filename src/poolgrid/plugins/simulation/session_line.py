@@ -143,9 +143,7 @@ class SessionLine:
         self.working_set.begin(turn, worker, place.common, place.prefix, now, place.waited_ms)
         self._note(request, turn, worker, place.common, now)
 
-    def _note(
-        self, request: SimulatedRequest, turn: OfferedTurn, worker: WorkerKey, held: int, now: float
-    ) -> None:
+    def _note(self, request: SimulatedRequest, turn: OfferedTurn, worker: WorkerKey, held: int, now: float) -> None:
         """Have the review know of a turn, by its prompt alone."""
         prompt = replace(turn, blocks=-(-request.isl // self._block_size))
         model, waited_ms = self.cards[worker].model, now - request.arrival_ms
