@@ -18,7 +18,7 @@ Rules
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum, auto
 from heapq import heapify, heappop, heappush
 from typing import ClassVar, Final, NamedTuple
@@ -51,6 +51,8 @@ LOOK_MS: Final = 250.0
 """Turns that wait are offered again no sooner, unless a place has become free."""
 LONG_BLOCKS, LONG_MIN, PACE_QUANTILE = 32, 20, 0.25
 """Of so many prompts of so many blocks to compute, a quarter hardly waited for others."""
+PACE_TURNS: Final = 2048
+"""Latest turns from which paces are taken."""
 BASE_QUANTILE: Final = 0.1
 """Of the times to the first token: what the quickest turns took is the least that any takes."""
 
@@ -282,26 +284,25 @@ class TurnReplay:
     """Plays turns once."""
 
     def __init__(
-        self, turns: Iterable[PastTurn], sizes: Mapping[WorkerKey, EngineSize], places: WorkingSet | None
+        self, turns: Sequence[PastTurn], sizes: Mapping[WorkerKey, EngineSize], places: WorkingSet | None
     ) -> None:
-        """``turns`` are over. ``places`` is an empty working set, or ``None`` to play them without admission."""
-        turns = list(turns)
-        workers, shares = _sample(_at_pace(sizes, turns))
-        kept = [turn for turn in turns if turn.model in shares and not turn.family % shares[turn.model]]
-        self._turns = sorted(kept[-TURNS_PLAYED:], key=lambda each: each.asked_ms)
-        self._workers = workers
+        """``turns`` are over, in the order of their ends. ``places`` is an empty working set, or ``None`` to play them
+        without admission."""
+        self._workers, self._shares = _sample(_at_pace(sizes, turns[-PACE_TURNS:]))
+        self._given = turns
+        self._turns: list[PastTurn] = []
+        self._offered: list[OfferedTurn] = []
         self._places = places
         if places is not None:
-            for each in workers.values():
+            for each in self._workers.values():
                 for worker in each:
                     capacity = worker.size.capacity
                     places.know(worker.key, capacity, round(capacity * worker.size.block_ms))
-        self._offered = [OfferedTurn(each.session, each.blocks, each.priority, each.parent) for each in self._turns]
         self._moments: list[tuple[float, Moment, int]] = []
         self._followers: dict[int, list[tuple[int, float]]] = {}
         """By turn, those that come a pause after it."""
-        self._arrived_ms = [0.0] * len(self._turns)
-        self._own_ms = [0.0] * len(self._turns)
+        self._arrived_ms = [0.0] * len(turns)
+        self._own_ms = [0.0] * len(turns)
         self._where: dict[int, CacheModel] = {}
         self._known: set[SessionKey] = set()
         """Sessions that had a turn."""
@@ -317,6 +318,7 @@ class TurnReplay:
     def play(self) -> Iterator[None]:
         """Play all turns; each step is short."""
         turns, totals = self._turns, self.totals
+        yield from self._sample_turns()
         if not turns:
             return
         self._counted_ms = turns[0].asked_ms + WARM_SHARE * (turns[-1].asked_ms - turns[0].asked_ms)
@@ -332,16 +334,28 @@ class TurnReplay:
             if self._waiting:
                 self._place(now_ms)
             yield
-        counted = [each.first_ms - each.sent_ms for each in turns if each.asked_ms >= self._counted_ms]
+        counted = [each.first_ms - each.sent_ms for each in turns[-PACE_TURNS:] if each.asked_ms >= self._counted_ms]
         base_ms = sorted(counted)[int(BASE_QUANTILE * len(counted))]
         means_ms = [sum(each) / len(each) for each in self._ttfts_ms.values() if len(each) > 1]
         totals.ttft_ms = base_ms + sum(means_ms) / max(1, len(means_ms))
+
+    def _sample_turns(self) -> Iterator[None]:
+        """Find the turns that are played."""
+        for turn in reversed(self._given):
+            share = self._shares.get(turn.model, 0)
+            if share and not turn.family % share:
+                self._turns.append(turn)
+                if len(self._turns) == TURNS_PLAYED:
+                    break
+            yield
+        self._turns.sort(key=lambda each: each.asked_ms)
 
     def _link(self) -> Iterator[None]:
         """Find which turn each one follows, and by how long a pause."""
         ends: list[tuple[float, int]] = []
         latest: dict[SessionKey, int] = {}
         for number, turn in enumerate(self._turns):
+            self._offered.append(OfferedTurn(turn.session, turn.blocks, turn.priority, turn.parent))
             while ends and ends[0][0] <= turn.asked_ms:
                 _, over = heappop(ends)
                 ended = self._turns[over]

@@ -98,6 +98,7 @@ def test_of_a_large_pool_a_part_is_played_with_as_many_sessions_for_each_worker(
 def test_the_latest_turns_are_played() -> None:
     turns = [past(0, 1000.0 * number, 1) for number in range(TURNS_PLAYED + 100)]
     replay = TurnReplay(turns, {A: SIZE}, None)
+    list(replay.play())
 
     assert len(replay._turns) == TURNS_PLAYED
     assert replay._turns[-1] is turns[-1]
