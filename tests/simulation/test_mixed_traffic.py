@@ -106,4 +106,4 @@ def test_admission_rests_where_people_in_chats_would_pay_for_it() -> None:
 
     assert ours.waited > 0, "it works at first"
     assert ours.chat_mean <= 10 * kv.chat_mean, "23 times as long with admission all the time"
-    assert ours.all_mean <= 1.05 * kv.all_mean
+    assert ours.all_mean <= 1.1 * kv.all_mean, "with the minutes before it rests"
