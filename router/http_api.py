@@ -146,12 +146,16 @@ def add_router_endpoints(
     async def list_sessions(
         limit: Annotated[int, Query(ge=1, le=SESSIONS_LISTED_MAX, description="How many, the latest first.")] = 50,
     ) -> dict[str, Any]:
-        """List the pool's sessions (turns, footprint in blocks by worker, state), and the turns without room."""
+        """List the pool's sessions (turns, footprint in blocks by worker, state), and the turns without room.
+
+        ``admission`` has whether turns wait for room at all, and why.
+        """
         sessions, now_ms = service.projection.sessions, clock.wall_ms()
         rows = [session_row(sessions, each, now_ms) for each in sessions.latest(limit)]
         waiting = [waiting_row(each, clock.monotonic_ms()) for each in service.queue.turns_without_place()[:limit]]
         offset, total = service.projection.next_offset, len(sessions)
-        return SessionList(offset=offset, total=total, data=rows, waiting=waiting).to_json()
+        admission = None if service.admission is None else service.admission.row(clock.monotonic_ms())
+        return SessionList(offset=offset, total=total, data=rows, waiting=waiting, admission=admission).to_json()
 
     @app.get("/v1/decisions", tags=["router"])
     async def list_decisions(

@@ -16,7 +16,7 @@ Rules
     7. With ``session_admission``, turns of sessions for which the pool's working set has no room wait in a lane of
        their own for each model, by when their session first asked (``core.lane_placer``). A client that was refused
        after ``queue_timeout_ms`` keeps that place for ``ASKED_KEPT_MS``. Turns that pass them are charged to their
-       tenants.
+       tenants. Where the pool gains nothing from that, admission rests (``core.admission_review``): none waits so.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from poolgrid.kernel.requests.inference import InferenceRequest, Refused
 from poolgrid.kernel.routing.working_set import AGE_MS
 from poolgrid.kernel.wire.identifiers import WorkerKey
 from poolgrid.server.process.clock import Clock, within
+from poolgrid.server.router.admission_review import AdmissionReview
 from poolgrid.server.router.choosing import Chooser
 from poolgrid.server.router.lane_placer import LanePlacer, Tried, is_long, place_turns
 from poolgrid.server.router.metrics import RouterMetrics
@@ -92,8 +93,10 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         clock: Clock,
         place: Callable[[LocalRequest], PlacementFailure | None],
         give_up: Callable[[LocalRequest, str, float | None], None],
+        review: AdmissionReview | None = None,
     ) -> None:
-        """``place`` puts a request on a worker or returns why not; ``give_up`` ends one that was served before."""
+        """``place`` puts a request on a worker or returns why not; ``give_up`` ends one that was served before;
+        ``review`` says whether turns wait for places, ``None`` = never."""
         self._order = QueueOrder(settings.queue_order)
         super().__init__(
             settings.max_queue_requests,
@@ -104,7 +107,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
             self._order,
         )
         self._chooser = chooser
-        self._admits_sessions = settings.session_admission
+        self._review = review
         self._place = place
         self._give_up = give_up
         self._pumping = False
@@ -128,7 +131,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
     def must_wait(self, routed: LocalRequest) -> bool:
         """Return whether a new request has to wait for room in the pool's working set."""
         request = routed.machine.request
-        if request.turn is None or not self._admits_sessions:
+        if request.turn is None or self._review is None or self._review.rests:
             return False
         lane = request.model + SESSIONS
         first_ms = self._queue.first_entered_ms(lane)
@@ -288,6 +291,18 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         """Return the turns that wait for room in the working set, the one that asked first at the front."""
         waiting = [each for each in self._queue if each.lane.endswith(SESSIONS)]
         return sorted(waiting, key=lambda each: each.entered_ms)
+
+    def release_turns(self) -> None:
+        """Have turns that wait for places wait like other requests: admission rests."""
+        for queued in self.turns_without_place():
+            self._queue.leave(queued)
+            queued.lane = queued.lane.removesuffix(SESSIONS)
+            queued.waits_for_place = False
+            queued.item.crowded = {}
+            self._enter(queued)
+        self._asked_ms.clear()
+        self._offered.clear()
+        self.pump()
 
     def _await_place(self, queued: QueuedRequest[LocalRequest], now_ms: float) -> None:
         """Have a turn wait for room in the working set, from when its session first asked."""

@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Final
 
@@ -36,8 +37,9 @@ from poolgrid.kernel.wire.tasks import TASK_ROLES
 from poolgrid.kernel.wire.trace_context import TraceContext
 from poolgrid.server.process.clock import Clock
 from poolgrid.server.process.figures import counted
-from poolgrid.server.process.tasks import BulkWork, Restart, cancel_all, supervised
+from poolgrid.server.process.tasks import SLICE_MS, BulkWork, Restart, cancel_all, supervised
 from poolgrid.server.proxy.ports import ServerPlace
+from poolgrid.server.router.admission_review import REVIEW_MS, AdmissionReview
 from poolgrid.server.router.choosing import Chooser
 from poolgrid.server.router.feeds import JournalFeed
 from poolgrid.server.router.fleet_links import FIRST_CONTACT_MS, CompatibilityCheck, FleetLinks
@@ -88,17 +90,23 @@ class RouterService:
         self._feed = feed
         self.metrics = self._metrics = metrics
         self._clock = clock
-        self.journal = JournalApplier(state, clock, BulkWork(clock), self._after_records, feed.resync)
+        self._bulk = BulkWork(clock)
+        self.journal = JournalApplier(state, clock, self._bulk, self._after_records, feed.resync)
         journal = self.journal
         self._behind_records: Callable[[], int] = lambda: journal.behind() + feed.behind()
         self._full: FullWorkers[WorkerKey] = FullWorkers(clock)
         self.links = FleetLinks(open_link, links_max, compatibility_check)
         self.tracker = RouterTracker(state, self.links, metrics, clock, self, self._full, not_sampled)
         self.chooser = Chooser(settings, state, self.links, clock, self._behind_records, self._full)
-        self.queue = RouterQueue(settings, self.chooser, metrics, clock, self._place, self._give_up)
+        self.admission: AdmissionReview | None = None
+        """Whether turns wait for places in caches; ``None`` where they never do."""
+        if settings.session_admission:
+            self.admission = AdmissionReview(state.sessions.working_set)
+            state.projection.attach(self.admission.log)
+        self.queue = RouterQueue(settings, self.chooser, metrics, clock, self._place, self._give_up, self.admission)
         self._full.observe(self.queue.pump)
         self._fleet_version = -1
-        self._housekeeping: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._created_s = clock.wall_ms() // 1000
         self._served: list[ServedModel] = []
         self._served_version = -1
@@ -123,14 +131,16 @@ class RouterService:
                 FIRST_CONTACT_MS,
             )
         self.ready = True
-        self._housekeeping = supervised(self._run_housekeeping, "router housekeeping", Restart())
+        self._tasks.append(supervised(self._run_housekeeping, "router housekeeping", Restart()))
+        if self.admission is not None:
+            self.admission.log.clear()  # what was read at once says nothing about times
+            self._tasks.append(supervised(partial(self._run_reviews, self.admission), "admission reviews", Restart()))
 
     async def stop(self) -> None:
         """End what is left, close every connection, stop following."""
         self.end_requests()
         self.journal.stop()
-        if self._housekeeping is not None:
-            await cancel_all([self._housekeeping])
+        await cancel_all(self._tasks)
         self.tracker.stop()
         self._full.close()
         self.links.close()
@@ -153,6 +163,23 @@ class RouterService:
             self.tracker.expire()
             self.queue.expire(now_ms)
             self.queue.pump()
+
+    async def _run_reviews(self, admission: AdmissionReview) -> None:
+        """Review admission at each full minute, as the other routers of the pool do."""
+        monotonic_ms = self._clock.monotonic_ms
+        while True:
+            await asyncio.sleep((REVIEW_MS - self._clock.wall_ms() % REVIEW_MS) / 1000)
+            rested = admission.rests
+            cards = {key: worker.card for key, worker in self.projection.fleet.workers.items()}
+            ends_ms = monotonic_ms() + SLICE_MS
+            for _ in admission.review(cards, monotonic_ms()):
+                if monotonic_ms() >= ends_ms:
+                    await self._bulk.turn()
+                    ends_ms = monotonic_ms() + SLICE_MS
+            if admission.rests is not rested:
+                log.info("session admission %s: %s", "rests" if admission.rests else "works again", admission.reason())
+                if admission.rests:
+                    self.queue.release_turns()
 
     def _note_trouble(self, trouble: str) -> None:
         if trouble and not self._troubled:

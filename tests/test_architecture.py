@@ -178,6 +178,8 @@ PURE = (
     "server.serving.fair_queue",
     "server.router.examiner",
     "server.router.lane_placer",
+    "server.router.turn_replay",
+    "server.router.admission_review",
     "server.router.engine_backlog",
     "server.consolidator.loop_share",
     "server.workers.booked_prefill",

@@ -13,7 +13,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from poolgrid.kernel.wire.answers import DecisionList, QueueRow, SourceRow, StreamRow, WorkerList, WorkerRow
+from poolgrid.kernel.wire.answers import (
+    AdmissionRow,
+    DecisionList,
+    QueueRow,
+    SessionList,
+    SourceRow,
+    StreamRow,
+    WorkerList,
+    WorkerRow,
+)
 from poolgrid.server.cli.commands.top import (
     WORKERS_SHOWN_MAX,
     Frame,
@@ -463,3 +472,13 @@ def test_a_router_without_names_says_so_in_the_place_of_a_fleet(capsys: pytest.C
         assert watch(url, 1, once=True, look=fetch_fleet) == 1
 
     assert "--names" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("state", ["works", "rests"])
+def test_whether_turns_wait_for_places_is_shown_with_its_reason(state: str) -> None:
+    sessions = SessionList(offset=0, total=0, data=[], admission=AdmissionRow(state=state, reason="100 turns replayed"))
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(view(Frame("http://router", sessions=sessions)))
+
+    assert f"session admission {state}: 100 turns replayed" in shown.get()

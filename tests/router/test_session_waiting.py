@@ -17,6 +17,8 @@ from poolgrid.kernel.wire.events import RequestFinished, RequestStarted, WorkerJ
 from poolgrid.kernel.wire.hashing import pack_tokens
 from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.kernel.wire.requests import FinishReason, TokenDelta
+from poolgrid.server.router import service
+from poolgrid.server.router.admission_review import TURNS_MIN
 from poolgrid.server.router.choosing import CROWDED
 from poolgrid.server.router.http_api import waiting_row
 from poolgrid.server.router.lane_placer import HEAD_MS
@@ -24,6 +26,7 @@ from poolgrid.server.router.settings import RouterSettings
 from tests.frontend.inference_requests import like
 from tests.router.test_held_requests import end, on_workers, settled, submit
 from tests.router.test_service import REQUEST, Routed, card, routed
+from tests.router.test_turn_replay import past
 
 A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
 AT_A, AT_B = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
@@ -72,7 +75,7 @@ async def finish(router: Routed, request_id: str, worker: WorkerKey = A, endpoin
 @asynccontextmanager
 async def full_pool(**settings: Any) -> AsyncIterator[Routed]:
     """A worker with room for two sessions, which two have."""
-    async with routed(session_admission=True, **settings) as router:
+    async with routed(**{"session_admission": True, **settings}) as router:
         join(router)
         for session in ("one", "two"):
             await asyncio.gather(*await submit(router, call(session)))
@@ -105,11 +108,28 @@ async def test_a_third_session_waits_and_turns_of_the_two_pass_it() -> None:
 
 
 async def test_no_turn_waits_without_session_admission() -> None:
-    async with full_pool() as router:
-        router.service.queue._admits_sessions = RouterSettings().session_admission
+    async with full_pool(session_admission=RouterSettings().session_admission) as router:
         [third] = await submit(router, call("three"))
 
         assert third.done()
+
+
+async def test_admission_rests_after_reviews_without_gain_and_turns_that_wait_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "REVIEW_MS", 20.0)
+    async with full_pool() as router:
+        [third] = await submit(router, call("three"))
+        admission, now_ms = router.service.admission, router.service._clock.monotonic_ms()
+        assert admission is not None
+        assert not third.done()
+        admission.log._past.extend(past(0, now_ms - 100_000 + 1000.0 * number, 5) for number in range(TURNS_MIN))
+
+        await asyncio.wait_for(third, 10.0)
+        assert admission.rests
+        assert admission.row(now_ms).state == "rests"
+        [fourth] = await submit(router, call("four"))
+        assert fourth.done()
 
 
 async def test_first_and_small_turns_pass_turns_that_wait() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from functools import cache
 
@@ -11,6 +12,7 @@ from poolgrid.kernel.decision.policy import Candidates, Choice, RoutingRequest
 from poolgrid.kernel.routing import kv_policy
 from poolgrid.kernel.routing.kv_policy import KvAware
 from poolgrid.plugins.simulated.core.engine import SimulatedLimits
+from poolgrid.plugins.simulation import session_line
 from poolgrid.plugins.simulation.pool import SimulatedPool
 from poolgrid.plugins.simulation.recording import policy_report
 from poolgrid.plugins.simulation.session_line import AFFINITY_MS, PEERS, Sticky
@@ -71,7 +73,13 @@ def test_affinity_ends_with_a_pause(pause_ms: float, stays: bool, monkeypatch: p
     assert [each == "sticky" for each in reasons] == [False, stays]
 
 
-def test_two_routers_admit_by_one_working_set() -> None:
+def never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have turns wait also where that shortens no times."""
+    monkeypatch.setattr(session_line, "REVIEW_MS", math.inf)
+
+
+def test_two_routers_admit_by_one_working_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    never_rest(monkeypatch)
     kv, ours = played("kv", 4.0), play(mixed_traffic(1), KvAware(), 4.0, "sessions", routers=2)
 
     assert ours.reuse >= 1.25 * kv.reuse
@@ -80,10 +88,22 @@ def test_two_routers_admit_by_one_working_set() -> None:
 
 
 @pytest.mark.parametrize(("pressure", "gain"), [(1.0, 1.1), (4.0, 0.25)] if IS_LONG else [(4.0, 0.25)])
-def test_session_admission_slows_neither_single_requests_nor_agents(pressure: float, gain: float) -> None:
+def test_session_admission_slows_neither_single_requests_nor_agents(
+    pressure: float, gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_rest(monkeypatch)
     kv, ours = played("kv", pressure), play(mixed_traffic(1), KvAware(), pressure, "sessions")
 
     assert ours.single_mean <= 1.05 * kv.single_mean
     assert ours.agent_mean <= 1.01 * kv.agent_mean
     assert ours.later_p50 <= gain * kv.later_p50
     assert ours.reuse >= kv.reuse
+
+
+@pytest.mark.skipif(not IS_LONG, reason="half a minute of simulation: make long")
+def test_admission_rests_where_people_in_chats_would_pay_for_it() -> None:
+    kv, ours = played("kv", 4.0), play(mixed_traffic(1), KvAware(), 4.0, "sessions")
+
+    assert ours.waited > 0, "it works at first"
+    assert ours.chat_mean <= 10 * kv.chat_mean, "23 times as long with admission all the time"
+    assert ours.all_mean <= 1.1 * kv.all_mean, "with the minutes before it rests"

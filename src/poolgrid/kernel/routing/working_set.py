@@ -199,6 +199,11 @@ class WorkingSet:
     def workers(self) -> set[WorkerKey]:
         return set(self._rooms)
 
+    def refill_ms(self, worker: WorkerKey) -> int:
+        """Return what computing a cache full takes a worker; 0 where that is not known."""
+        room = self._rooms.get(worker)
+        return 0 if room is None else room.refill_ms
+
     @property
     def held_ms(self) -> float:
         """Return how long an idle session keeps its place now."""
@@ -217,6 +222,15 @@ class WorkingSet:
 
     def is_member(self, session: SessionKey) -> bool:
         return self._member(session) is not None
+
+    def origin(self, session: SessionKey) -> tuple[int, int]:
+        """Return the blocks that a worker held before a session's first turn there, and the hash of the last one."""
+        member = self._member(session)
+        return (0, 0) if member is None else (member.common, member.prefix)
+
+    def learn_from(self, other: WorkingSet) -> None:
+        """Take over what another one has learned of pauses."""
+        self.lease_ms, self.slow_share, self.return_share = other.lease_ms, other.slow_share, other.return_share
 
     def offer(
         self,

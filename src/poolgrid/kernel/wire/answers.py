@@ -237,6 +237,24 @@ class WaitingTurnRow(AnswerRow, frozen=True, kw_only=True):
     waited_ms: int
 
 
+class AdmissionRow(AnswerRow, frozen=True, kw_only=True):
+    """Whether turns wait for room, and what the last minutes were like, replayed with such waits and without."""
+
+    state: str
+    """``works``, or ``rests``: no turn waits, because that shortened no times."""
+    reason: str
+    gain: float | None = None
+    """By how much turns have their first tokens sooner, as a share."""
+    turns: int = 0
+    ttft_ms: float | None = None
+    without_ttft_ms: float | None = None
+    computed_tokens: int | None = None
+    without_computed_tokens: int | None = None
+    waiting_turns: int | None = None
+    """How many waited in the replay."""
+    reviewed_ms_ago: int | None = None
+
+
 class SessionList(AnswerRow, frozen=True, kw_only=True):
     """Answer of ``GET /v1/sessions``, the latest first."""
 
@@ -247,6 +265,8 @@ class SessionList(AnswerRow, frozen=True, kw_only=True):
     data: list[SessionRow]
     waiting: list[WaitingTurnRow] = []
     """Turns at this router that wait for room for their session, the one that asked first at the front."""
+    admission: AdmissionRow | None = None
+    """``null`` without ``session_admission``."""
 
 
 class DecisionList(AnswerRow, frozen=True, kw_only=True):

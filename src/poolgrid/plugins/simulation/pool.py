@@ -220,6 +220,9 @@ class SimulatedPool:
             self._tell(number, 0.0, [WorkerJoined(card)])
             for each in self._lines:
                 each.working_set.know(self._keys[number], limits.total_kv_blocks, round(refill_ms(card)))
+                each.cards[self._keys[number]] = card
+        for projection, each in zip(self._projections, self._lines, strict=False):
+            projection.attach(each.admission.log)
         self._deliver(float("inf"))
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> RunResult:
@@ -250,6 +253,8 @@ class SimulatedPool:
         router = self._turn % len(self._selectors)
         self._turn += 1
         if self._lines:
+            for released in self._lines[router].review(now):
+                self._waiting[router].arrive(released, now)
             overlap = partial(self._overlap_blocks, router)
             crowded = self._lines[router].arrive(request, self._keys, overlap, now)
             if crowded is None:
@@ -338,13 +343,15 @@ class SimulatedPool:
                 decision.worker, selector.projection.index.slot(decision.worker), request.request_id, booked, now
             )
             decision = self._choose(router, request, now, _NO_REASONS)
-        selector.book(decision, request.path, now)
         if self._lines:
-            begun = self._lines[router].place(request, decision.worker, decision.overlap_blocks, now)
+            forecast = decision.choice.forecast
+            pace = 1.0 if forecast is None else forecast.pace
+            begun = self._lines[router].place(request, decision.worker, decision.overlap_blocks, pace, now)
             if begun is not None:
                 for other, line in enumerate(self._lines):
                     if other != router:
-                        self._turns_under_way.append((now + self.event_delay_ms, partial(line.follow, begun)))
+                        self._turns_under_way.append((now + self.event_delay_ms, partial(line.follow, request, begun)))
+        selector.book(decision, request.path, now)
         expected = decision.choice.terms.get(EXPECTED_MS)
         if expected is not None:
             self._expected_ms[request.request_id] = (now, float(expected[decision.choice.row]))

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
 from poolgrid.kernel.decision.policy import Candidates, Choice, IndexArray, RoutingRequest
 from poolgrid.kernel.index.prefix_index import PrefixIndex
 from poolgrid.kernel.projection.fleet import Worker
-from poolgrid.kernel.routing.engine_times import Engines, FewEngines
+from poolgrid.kernel.routing.engine_times import Engines, FewEngines, refill_ms
 from poolgrid.kernel.routing.kv_policy import KvAware
 from poolgrid.kernel.routing.learned_speeds import LearnedSpeeds
 from poolgrid.kernel.routing.working_set import AGE_MS, OfferedTurn, SessionKey, WorkingSet
+from poolgrid.kernel.wire.card import WorkerCard
 from poolgrid.kernel.wire.identifiers import WorkerKey
 from poolgrid.kernel.wire.sessions import TurnPlace
 from poolgrid.plugins.simulation.workload import NEVER, SimulatedRequest
+from poolgrid.server.router.admission_review import REVIEW_MS, AdmissionReview
 from poolgrid.server.router.lane_placer import is_long, place_turns
 from poolgrid.server.serving.fair_queue import FairQueue, QueuedRequest
 
@@ -35,6 +39,10 @@ class SessionLine:
         self._tried = (-1, 0.0)
         """Changes of the working set when turns were last offered places, and when to offer again without any."""
         self._queue: FairQueue[SimulatedRequest] = FairQueue(10**9, 2**60)
+        self.admission = AdmissionReview(self.working_set)
+        """Whether the pool gains from waiting here; where it does not, none waits."""
+        self.cards: dict[WorkerKey, WorkerCard] = {}
+        self._review_ms = REVIEW_MS
 
     def another(self) -> SessionLine:
         """Return the line of another router."""
@@ -44,11 +52,23 @@ class SessionLine:
     def holds(self) -> bool:
         return not self._queue.is_empty
 
+    def review(self, now: float) -> list[SimulatedRequest]:
+        """Decide whether turns wait at all, if it is time; return those that wait no longer for a place."""
+        if now < self._review_ms:
+            return []
+        self._review_ms = now - now % REVIEW_MS + REVIEW_MS
+        for _ in self.admission.review(self.cards, now):
+            pass
+        released = list(self._queue) if self.admission.rests else []
+        for each in released:
+            self._queue.leave(each)
+        return [each.item for each in released]
+
     def arrive(
         self, request: SimulatedRequest, workers: Sequence[WorkerKey], overlap: Overlap, now: float
     ) -> Mapping[WorkerKey, str] | None:
         """Return the workers that a turn must leave alone, or ``None`` where it waits."""
-        turn = self._turn(request)
+        turn = None if self.admission.rests else self._turn(request)
         first_ms = self._queue.first_entered_ms(LANE)
         is_behind = first_ms is not None and is_long(first_ms, now)
         if turn is None or (not is_behind and self.working_set.is_free(turn.blocks)):
@@ -98,7 +118,7 @@ class SessionLine:
             self._tried = (self.working_set.changes, min(self.working_set.next_ms(), first_ms + AGE_MS))
 
     def place(
-        self, request: SimulatedRequest, worker: WorkerKey, overlap_blocks: int, now: float
+        self, request: SimulatedRequest, worker: WorkerKey, overlap_blocks: int, pace: float, now: float
     ) -> tuple[OfferedTurn, WorkerKey, TurnPlace] | None:
         """Return what other routers learn of a turn that begins."""
         turn = self._turn(request)
@@ -107,15 +127,27 @@ class SessionLine:
         prefix = request.path[overlap_blocks - 1] if overlap_blocks else 0
         prefix = self.working_set.shared_prefix(turn, worker, prefix)
         waited_ms = now - request.arrival_ms
+        card = self.cards[worker]
+        place = TurnPlace(overlap_blocks, prefix, 0, round(waited_ms), round(pace * refill_ms(card)))
+        self.working_set.know(worker, card.limits.total_kv_blocks, place.refill_ms)
         self.working_set.begin(turn, worker, overlap_blocks, prefix, now, waited_ms)
+        self._note(request, turn, worker, place.common, now)
         displaced = self._displaced.pop(request.request_id, ())
-        return turn, worker, TurnPlace(overlap_blocks, prefix, 0, round(waited_ms), displaced=displaced)
+        return turn, worker, replace(place, displaced=displaced)
 
-    def follow(self, begun: tuple[OfferedTurn, WorkerKey, TurnPlace], now: float) -> None:
+    def follow(self, request: SimulatedRequest, begun: tuple[OfferedTurn, WorkerKey, TurnPlace], now: float) -> None:
         """Take note of a turn that another router sent."""
         turn, worker, place = begun
+        self.working_set.know(worker, self.cards[worker].limits.total_kv_blocks, place.refill_ms)
         self.working_set.displace(place.displaced)
         self.working_set.begin(turn, worker, place.common, place.prefix, now, place.waited_ms)
+        self._note(request, turn, worker, place.common, now)
+
+    def _note(self, request: SimulatedRequest, turn: OfferedTurn, worker: WorkerKey, held: int, now: float) -> None:
+        """Have the review know of a turn, by its prompt alone."""
+        prompt = replace(turn, blocks=-(-request.isl // self._block_size))
+        model, waited_ms = self.cards[worker].model, now - request.arrival_ms
+        self.admission.log.begin(worker, request.request_id, prompt, held, model, now, waited_ms)
 
     def finish(self, request: SimulatedRequest, now: float) -> None:
         turn = self._turn(request)

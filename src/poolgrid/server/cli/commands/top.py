@@ -371,6 +371,8 @@ def view(frame: Frame) -> RenderableType:
         if frame.sessions.total > len(frame.sessions.data):
             table.note = f"not shown: {counted(frame.sessions.total - len(frame.sessions.data), 'session')}"
         parts.append(table)
+        if (admission := frame.sessions.admission) is not None:
+            parts.append(Text(f"session admission {admission.state}: {admission.reason}"))
         if turns := frame.sessions.waiting:
             parts.append(_table("turns that wait: their sessions would evict others in use", WAITING_COLUMNS, turns))
     if frame.decisions is not None:
