@@ -64,9 +64,10 @@ from poolgrid.kernel.wire.sessions import SessionRecord, TurnEnding
 from poolgrid.kernel.wire.tasks import TASK_ROLES
 from poolgrid.server.diagnosis.rules import ReuseVerdict
 from poolgrid.server.frontend.app import Readiness
+from poolgrid.server.frontend.description import error_answers
 from poolgrid.server.frontend.errors import RequestError, invalid, refused
 from poolgrid.server.frontend.media.loader import MediaLoader
-from poolgrid.server.frontend.openapi import ROUTE_REQUEST, ROUTE_STATUSES, error_answers
+from poolgrid.server.frontend.openapi import ROUTE_REQUEST, ROUTE_STATUSES
 from poolgrid.server.frontend.preparation import Preparation
 from poolgrid.server.frontend.prepared_request import PreparedRequest
 from poolgrid.server.frontend.prompts import tokenize

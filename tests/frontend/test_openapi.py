@@ -27,7 +27,9 @@ from poolgrid.kernel.wire.answers import EndpointRow
 from poolgrid.kernel.wire.hashing import unpack_tokens
 from poolgrid.kernel.wire.requests import TokenLogprobs
 from poolgrid.kernel.wire.tasks import TASK_ROLES, TaskResult
-from poolgrid.server.frontend.openapi import ANSWERS, BODIES
+from poolgrid.server.frontend.api_endpoint import installed_endpoints
+from poolgrid.server.frontend.chat_endpoint import CHAT
+from poolgrid.server.frontend.openapi import OWN
 from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
 from tests.frontend.server import application
 
@@ -109,8 +111,9 @@ def test_every_endpoint_is_described_and_every_description_tried() -> None:
 
 
 def test_no_answer_is_described_under_the_name_of_a_body() -> None:
-    _, components = msgspec.json.schema_components(BODIES)
-    assert not ANSWERS.keys() & components.keys()
+    apis = [OWN, *(endpoint.description for endpoint in (CHAT, *installed_endpoints()))]
+    _, components = msgspec.json.schema_components([body for api in apis for body in api.bodies])
+    assert not {name for api in apis for name in api.answers} & components.keys()
 
 
 CASES_OF = [

@@ -15,9 +15,10 @@ from poolgrid.kernel.projection.lineage import answer_key
 from poolgrid.kernel.requests.inference import NO_HINT, InferenceRequest, SessionHint
 from poolgrid.kernel.wire.sessions import SessionTurn
 from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.frontend.messages_api.endpoint import keep_ms_of_messages
 from poolgrid.server.frontend.messages_api.schema import MessagesBody
-from poolgrid.server.frontend.preparation import parse_responses
 from poolgrid.server.frontend.prepared_request import PreparedRequest
+from poolgrid.server.frontend.responses_api.endpoint import parse_responses
 from poolgrid.server.frontend.schema import Function, Message, ToolCall, chat_decoder, parse, parse_inference
 from poolgrid.server.frontend.session_fields import (
     HOUR_MS,
@@ -25,7 +26,6 @@ from poolgrid.server.frontend.session_fields import (
     answered_by,
     clean,
     keep_ms_of,
-    keep_ms_of_messages,
     response_key,
     session_hint,
 )

@@ -23,8 +23,8 @@ from poolgrid.kernel.wire.tasks import EmbeddingTask, TaskResult, VisualTask
 from poolgrid.plugins.simulated.core import pictures
 from poolgrid.server.frontend.access import key_file
 from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
+from poolgrid.server.frontend.access.owner import Owner
 from poolgrid.server.frontend.errors import RequestError
-from poolgrid.server.frontend.responses_api.kept import Owner
 from poolgrid.server.frontend.tasks import videos
 from poolgrid.server.frontend.tasks import videos as result_files
 from poolgrid.server.frontend.tasks.forms import HEAD_BYTES_MAX, read_form
@@ -316,7 +316,7 @@ async def test_a_job_that_is_deleted_is_cancelled_by_any_process(
         other = (await client.post("/v1/videos", json={"prompt": "y"})).json()["id"]
         assert (await client.delete(f"/v1/videos/{own}")).status_code == 200
         await asyncio.wait_for(backend.streams[0].cancelled.wait(), 120)
-        files = app.state.results  # as another process deletes it
+        files = app.state.videos.files  # as another process deletes it
         assert files.forget(Owner("", 1), other)
         await asyncio.wait_for(backend.streams[1].cancelled.wait(), 120)
 
@@ -332,7 +332,7 @@ async def test_a_job_that_is_deleted_while_it_tells_its_progress_is_cancelled_to
     app = application(backend)
     async with in_process(app) as client:
         video_id = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
-        assert app.state.results.forget(Owner("", 1), video_id)
+        assert app.state.videos.files.forget(Owner("", 1), video_id)
         deleted.set()
         await asyncio.wait_for(backend.streams[0].cancelled.wait(), 120)
         assert (await client.get("/v1/videos")).json()["data"] == []

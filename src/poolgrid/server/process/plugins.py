@@ -11,6 +11,7 @@ EVENT_PLANES = "poolgrid.event_planes"
 DISCOVERY = "poolgrid.discovery"
 POLICIES = "poolgrid.policies"
 COMMANDS = "poolgrid.commands"
+ENDPOINTS = "poolgrid.endpoints"
 PARTS = "poolgrid.parts"
 """What processes and commands take in where it is installed, by the name of the part."""
 

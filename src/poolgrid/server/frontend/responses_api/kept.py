@@ -32,15 +32,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Query, Request, Response
 
 from poolgrid.kernel.requests.inference import Refused
 from poolgrid.kernel.wire.identifiers import SECRET_BYTES, name_of
-from poolgrid.server.frontend.access.tenants import Caller
+from poolgrid.server.frontend.access.owner import Owner
 from poolgrid.server.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.server.frontend.list_page import PAGE_MAX, page_of
 from poolgrid.server.frontend.prepared_request import AnswerForm, AnswerStart
 from poolgrid.server.frontend.responses_api.conversation import ITEMS_MAX, ResponsesBody
 from poolgrid.server.frontend.responses_api.encoder import ResponsesEncoder
@@ -78,14 +79,6 @@ CREATE INDEX conversation ON responses (owner, root);
 T = TypeVar("T")
 
 Part = Literal["input", "output"]
-
-
-class Owner(NamedTuple):
-    """Whose a response is."""
-
-    name: str
-    owners: int
-    """Among how many the budget is divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,13 +296,6 @@ _raw_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 REFERENCE = "item_reference"
 
 
-def owner(caller: Caller | None, isolated: bool) -> Owner | None:
-    """Return whose responses a caller's are; ``None`` when clients are to be distinguished and cannot be."""
-    if caller is not None:
-        return Owner(caller.tenant, caller.account.cache_shares.tenants)
-    return None if isolated else Owner("", 1)
-
-
 @dataclass(frozen=True, slots=True)
 class KeptResponses:
     """The store behind the endpoints, and its limits. ``store`` is ``None`` where nothing is kept."""
@@ -494,9 +480,6 @@ RESPONSE_PATH = "/v1/responses/{response_id}"
 ITEMS_PATH = "/v1/responses/{response_id}/input_items"
 COMPACT_PATH = "/v1/responses/compact"
 
-PAGE_MAX = 100
-"""Items that one answer lists at most; OpenAI's own limit."""
-
 
 def add_kept_response_endpoints(app: FastAPI, kept: KeptResponses, owner_of: Callable[[Request], Owner | None]) -> None:
     """Add the endpoints to an application."""
@@ -549,25 +532,6 @@ def add_kept_response_endpoints(app: FastAPI, kept: KeptResponses, owner_of: Cal
             f"POST {COMPACT_PATH}: conversations are not compacted here; ask the model for a summary with "
             "/v1/responses and continue from it",
         )
-
-
-def page_of(items: list[Item], limit: int, order: str, after: str | None) -> dict[str, Any]:
-    """Return a part of a list, in OpenAI's form; raises ``RequestError`` for an ``after`` that is not in it."""
-    if order == "desc":
-        items = items[::-1]
-    if after is not None:
-        at = next((index for index, item in enumerate(items) if item.get("id") == after), None)
-        if at is None:
-            raise invalid("after", f"after is {quoted(after)}: allowed is the id of an item of the list")
-        items = items[at + 1 :]
-    page = items[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > len(page),
-    }
 
 
 def _not_found(response_id: str) -> RequestError:

@@ -35,25 +35,31 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import Query, Request, Response
 from starlette.responses import FileResponse
 
 from poolgrid.kernel.requests.inference import InferenceBackend, InferenceRequest, Refused
+from poolgrid.server.frontend.access.gate import caller_of
+from poolgrid.server.frontend.access.owner import Owner
 from poolgrid.server.frontend.access.tenants import CONCURRENCY_RETRY_S, Caller
 from poolgrid.server.frontend.errors import RequestError, invalid, quoted, refused
-from poolgrid.server.frontend.responses_api.kept import PAGE_MAX, Owner, page_of
+from poolgrid.server.frontend.front_end import FrontEnd
+from poolgrid.server.frontend.list_page import PAGE_MAX, page_of
 from poolgrid.server.frontend.stream_head import REFUSAL_WAIT_S
 from poolgrid.server.frontend.tasks.output import TaskOutput
 from poolgrid.server.frontend.tasks.schema import VideoBody
 from poolgrid.server.process.clock import Clock
 from poolgrid.server.process.tasks import cancel_all, detached
+
+FOLDER: Final = Path("results")
+"""Where results are kept within a data_dir."""
 
 TTL_S: Final = 86_400.0
 """How long a result is kept: videos are fetched when they are done, and are large."""
@@ -435,22 +441,49 @@ VIDEO_CONTENT_PATH: Final = "/v1/videos/{video_id}/content"
 IMAGE_CONTENT_PATH: Final = "/v1/images/{image_id}/content"
 
 
-def add_result_endpoints(app: FastAPI, jobs: VideoJobs, owner_of: Callable[[Request], Owner | None]) -> None:
-    """Add what is asked of results to an application."""
+def jobs_of(front: FrontEnd) -> VideoJobs:
+    """Return the jobs and results of a front end, which its endpoints of tasks share."""
+    state = front.app.state
+    if not hasattr(state, "videos"):
+        state.videos = VideoJobs(front.backend, ResultFiles(front.directory(FOLDER)), front.clock)
+        front.opened.push_async_callback(state.videos.close)
+    jobs: VideoJobs = state.videos
+    return jobs
 
-    def owner(request: Request, kind: str, result_id: str) -> Owner:
-        found = owner_of(request)
+
+def _owner(front: FrontEnd, request: Request, kind: str, result_id: str) -> Owner:
+    found = front.owner_of(caller_of(request.scope))
+    if found is None:
+        raise not_found(kind, result_id)
+    return found
+
+
+async def _content(files: ResultFiles, owner: Owner, kind: str, result_id: str, described: dict[str, Any]) -> Response:
+    path = await asyncio.to_thread(files.content, owner, result_id)
+    if path is None:
+        raise not_found(kind, result_id)
+    shown = shown_type(described.get("media_type") or "")
+    where = "attachment" if shown == "application/octet-stream" else "inline"
+    return FileResponse(path, media_type=shown, headers={"content-disposition": where, **ALONE})
+
+
+def add_image_endpoints(front: FrontEnd) -> None:
+    """Add what is asked of images that are kept to a front end."""
+    files = jobs_of(front).files
+
+    @front.app.get(IMAGE_CONTENT_PATH, tags=["images"])
+    async def get_image_content(request: Request, image_id: str) -> Response:
+        """Return an image that was asked for by URL."""
+        whose = _owner(front, request, "image", image_id)
+        found = await asyncio.to_thread(files.describe, whose, image_id)
         if found is None:
-            raise not_found(kind, result_id)
-        return found
+            raise not_found("image", image_id)
+        return await _content(files, whose, "image", image_id, msgspec.json.decode(found[0]))
 
-    async def content(owner: Owner, kind: str, result_id: str, described: dict[str, Any]) -> Response:
-        path = await asyncio.to_thread(jobs.files.content, owner, result_id)
-        if path is None:
-            raise not_found(kind, result_id)
-        shown = shown_type(described.get("media_type") or "")
-        where = "attachment" if shown == "application/octet-stream" else "inline"
-        return FileResponse(path, media_type=shown, headers={"content-disposition": where, **ALONE})
+
+def add_video_endpoints(front: FrontEnd) -> None:
+    """Add what is asked of videos to a front end."""
+    app, jobs = front.app, jobs_of(front)
 
     @app.get(VIDEOS_PATH, tags=["videos"])
     async def list_videos(
@@ -460,7 +493,7 @@ def add_result_endpoints(app: FastAPI, jobs: VideoJobs, owner_of: Callable[[Requ
         after: str | None = None,
     ) -> dict[str, Any]:
         """List the videos that are kept, and those that are being made."""
-        found = owner_of(request)
+        found = front.owner_of(caller_of(request.scope))
         items: list[dict[str, Any]] | None = [] if after is None else None
         if found is not None:
             newest_first = order == "desc"
@@ -473,12 +506,12 @@ def add_result_endpoints(app: FastAPI, jobs: VideoJobs, owner_of: Callable[[Requ
     @app.get(VIDEO_PATH, tags=["videos"])
     async def get_video(request: Request, video_id: str) -> dict[str, Any]:
         """Tell how far a video is."""
-        return await jobs.describe(owner(request, "video", video_id), video_id)
+        return await jobs.describe(_owner(front, request, "video", video_id), video_id)
 
     @app.get(VIDEO_CONTENT_PATH, tags=["videos"])
     async def get_video_content(request: Request, video_id: str, variant: Literal["video"] = "video") -> Response:
         """Return a video that is completed."""
-        whose = owner(request, "video", video_id)
+        whose = _owner(front, request, "video", video_id)
         described = await jobs.describe(whose, video_id)
         status = described.get("status", "completed")
         if status != "completed":
@@ -487,20 +520,11 @@ def add_result_endpoints(app: FastAPI, jobs: VideoJobs, owner_of: Callable[[Requ
                 "video_not_ready",
                 f"video {video_id} is {status}; ask GET /v1/videos/{video_id} until it is completed",
             )
-        return await content(whose, "video", video_id, described)
+        return await _content(jobs.files, whose, "video", video_id, described)
 
     @app.delete(VIDEO_PATH, tags=["videos"])
     async def delete_video(request: Request, video_id: str) -> dict[str, Any]:
         """Forget a video; one that is being made is cancelled."""
-        if not await jobs.forget(owner(request, "video", video_id), video_id):
+        if not await jobs.forget(_owner(front, request, "video", video_id), video_id):
             raise not_found("video", video_id)
         return {"id": video_id, "object": "video.deleted", "deleted": True}
-
-    @app.get(IMAGE_CONTENT_PATH, tags=["images"])
-    async def get_image_content(request: Request, image_id: str) -> Response:
-        """Return an image that was asked for by URL."""
-        whose = owner(request, "image", image_id)
-        found = await asyncio.to_thread(jobs.files.describe, whose, image_id)
-        if found is None:
-            raise not_found("image", image_id)
-        return await content(whose, "image", image_id, msgspec.json.decode(found[0]))

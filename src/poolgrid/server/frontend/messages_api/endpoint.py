@@ -1,0 +1,155 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``: what of the front end serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from fastapi import Request
+from msgspec import UNSET
+
+from poolgrid.server.frontend.api_endpoint import ApiEndpoint, ForwardedPrompt, Kept, PromptFields
+from poolgrid.server.frontend.description import (
+    BAD_REQUEST,
+    COUNT,
+    TEXT,
+    TYPED_EVENTS,
+    ApiDescription,
+    InferenceOperation,
+    Operation,
+    list_of,
+    nullable,
+    record,
+)
+from poolgrid.server.frontend.errors import ANTHROPIC
+from poolgrid.server.frontend.front_end import FrontEnd
+from poolgrid.server.frontend.inference_endpoint import InferenceEndpoint
+from poolgrid.server.frontend.messages_api.conversation import chat_body
+from poolgrid.server.frontend.messages_api.encoder import MessagesEncoder
+from poolgrid.server.frontend.messages_api.schema import CountedBody, MessagesBody
+from poolgrid.server.frontend.preparation import Preparation
+from poolgrid.server.frontend.prepared_request import AnswerForm, PreparedRequest
+from poolgrid.server.frontend.schema import parse, refuse
+from poolgrid.server.frontend.session_fields import control_ms
+
+PATH: Final = "/v1/messages"
+COUNT_PATH: Final = "/v1/messages/count_tokens"
+
+_messages_decoder: Final = msgspec.json.Decoder(MessagesBody)
+_counted_decoder: Final = msgspec.json.Decoder(CountedBody)
+
+
+def join(front: FrontEnd) -> Mapping[str, InferenceEndpoint]:
+    """Add the count of tokens to a front end; return what answers messages."""
+    preparation = front.preparation
+
+    @front.app.post(COUNT_PATH, tags=["tokenizer"])
+    async def count_tokens(request: Request) -> dict[str, Any]:
+        """Return the number of tokens that a request's prompt has, its images included."""
+        raw = await front.bodies.read(request)
+        return {"input_tokens": await front.count_prompt(request, raw, prepare_counted(preparation, raw))}
+
+    return {
+        PATH: InferenceEndpoint(front, "messages", lambda raw, caller: prepare(preparation, raw), ANTHROPIC),
+    }
+
+
+def prepare(preparation: Preparation, raw: bytes) -> PreparedRequest:
+    """Check the body of a Messages request; raises ``RequestError``."""
+    body = parse(_messages_decoder, raw)
+    refuse(body)
+    job = preparation.chat_job(chat_body(body), lenient=True)
+    job.keep_ms = max(job.keep_ms, keep_ms_of_messages(body))
+    job.form = AnswerForm(partial(MessagesEncoder, body, job.keep_ms))
+    return job
+
+
+def prepare_counted(preparation: Preparation, raw: bytes) -> PreparedRequest:
+    """Check the body of a request to count the tokens of messages; raises ``RequestError``."""
+    body = parse(_counted_decoder, raw)
+    refuse(body)
+    return preparation.chat_job(chat_body(body), lenient=True)
+
+
+def keep_ms_of_messages(body: CountedBody) -> int:
+    """Return how long the ``cache_control`` in a Messages body asks to keep it; raises ``RequestError``."""
+    return max((control_ms(control, place) for control, place in _controls(body)), default=0)
+
+
+def _controls(body: CountedBody) -> Iterator[tuple[Any, str]]:
+    if body.cache_control is not None:
+        yield body.cache_control, "cache_control"
+    for index, tool in enumerate(body.tools or ()):
+        if tool.cache_control is not None:
+            yield tool.cache_control, f"tools[{index}].cache_control"
+    if isinstance(body.system, list):
+        for number, block in enumerate(body.system):
+            if block.get("cache_control") is not None:
+                yield block["cache_control"], f"system[{number}].cache_control"
+    for index, message in enumerate(body.messages):
+        if isinstance(message.content, list):
+            for number, block in enumerate(message.content):
+                if block.get("cache_control") is not None:
+                    yield block["cache_control"], f"messages[{index}].content[{number}].cache_control"
+
+
+class _MessagesFields(PromptFields, kw_only=True, omit_defaults=True):
+    messages: Kept = UNSET
+    system: Kept = UNSET
+    thinking: Kept = UNSET
+    max_tokens: Kept = UNSET
+
+
+_BLOCK = record(
+    {"text": TEXT, "thinking": TEXT, "signature": TEXT, "id": TEXT, "name": TEXT, "input": {"type": "object"}},
+    type={"enum": ["text", "thinking", "tool_use"]},
+)
+_MESSAGE_USAGE = record(
+    input_tokens=COUNT,
+    cache_creation_input_tokens=COUNT,
+    cache_creation=record(ephemeral_5m_input_tokens=COUNT, ephemeral_1h_input_tokens=COUNT),
+    cache_read_input_tokens=COUNT,
+    output_tokens=COUNT,
+)
+_ANTHROPIC_MESSAGE = record(
+    id=TEXT,
+    type={"const": "message"},
+    role={"const": "assistant"},
+    model=TEXT,
+    content=list_of(_BLOCK),
+    stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+    stop_sequence=nullable(TEXT),
+    usage=_MESSAGE_USAGE,
+)
+_MESSAGE_ERROR = record(
+    type={"const": "error"},
+    error=record({"param": nullable(TEXT), "code": nullable(TEXT)}, type=TEXT, message=TEXT),
+    request_id=TEXT,
+)
+
+MESSAGES: Final = ApiEndpoint(
+    join,
+    ApiDescription(
+        bodies=(MessagesBody, CountedBody),
+        answers={
+            "AnthropicMessage": _ANTHROPIC_MESSAGE,
+            "MessageCount": record(input_tokens=COUNT),
+            "MessageError": _MESSAGE_ERROR,
+        },
+        inference=(
+            InferenceOperation(
+                PATH,
+                "Answer a conversation in Anthropic's form",
+                "message",
+                MessagesBody,
+                "AnthropicMessage",
+                TYPED_EVENTS,
+                "MessageError",
+            ),
+        ),
+        operations=(Operation("post", COUNT_PATH, "MessageCount", BAD_REQUEST, CountedBody, "MessageError"),),
+    ),
+    {PATH: ForwardedPrompt(_MessagesFields, prepare)},
+)
