@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from poolgrid.kernel.wire.requests import Generate, Routing, Sampling
+from poolgrid.plugins.responses_api.conversation import ResponsesBody, chat_body
 from poolgrid.plugins.trtllm.core.sampling import plan_sampling
-from poolgrid.server.frontend.responses_api.conversation import ResponsesBody, chat_body
 from poolgrid.server.frontend.schema import COPIED_TO_SAMPLING, ChatBody, CompletionBody, refusals_of
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process

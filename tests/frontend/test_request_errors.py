@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.kernel.requests.inference import Refused, ServedModel
+from poolgrid.plugins.messages_api.schema import MessagesBody
+from poolgrid.plugins.responses_api.conversation import ResponsesBody
 from poolgrid.server.frontend.field_words import words_at
-from poolgrid.server.frontend.messages_api.schema import MessagesBody
 from poolgrid.server.frontend.preparation import CHOICES_MAX, STOP_STRINGS_MAX
 from poolgrid.server.frontend.prompt_model import PromptModel
-from poolgrid.server.frontend.responses_api.conversation import ResponsesBody
 from poolgrid.server.frontend.schema import (
     ChatBody,
     CompletionBody,

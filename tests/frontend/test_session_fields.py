@@ -14,11 +14,11 @@ import pytest
 from poolgrid.kernel.projection.lineage import answer_key
 from poolgrid.kernel.requests.inference import NO_HINT, InferenceRequest, SessionHint
 from poolgrid.kernel.wire.sessions import SessionTurn
+from poolgrid.plugins.messages_api.endpoint import keep_ms_of_messages
+from poolgrid.plugins.messages_api.schema import MessagesBody
+from poolgrid.plugins.responses_api.endpoint import parse_responses
 from poolgrid.server.frontend.errors import RequestError
-from poolgrid.server.frontend.messages_api.endpoint import keep_ms_of_messages
-from poolgrid.server.frontend.messages_api.schema import MessagesBody
 from poolgrid.server.frontend.prepared_request import PreparedRequest
-from poolgrid.server.frontend.responses_api.endpoint import parse_responses
 from poolgrid.server.frontend.schema import Function, Message, ToolCall, chat_decoder, parse, parse_inference
 from poolgrid.server.frontend.session_fields import (
     HOUR_MS,

@@ -46,6 +46,8 @@ from fastapi import Query, Request, Response
 from starlette.responses import FileResponse
 
 from poolgrid.kernel.requests.inference import InferenceBackend, InferenceRequest, Refused
+from poolgrid.plugins.tasks.output import TaskOutput
+from poolgrid.plugins.tasks.schema import VideoBody
 from poolgrid.server.frontend.access.gate import caller_of
 from poolgrid.server.frontend.access.owner import Owner
 from poolgrid.server.frontend.access.tenants import CONCURRENCY_RETRY_S, Caller
@@ -53,8 +55,6 @@ from poolgrid.server.frontend.errors import RequestError, invalid, quoted, refus
 from poolgrid.server.frontend.front_end import FrontEnd
 from poolgrid.server.frontend.list_page import PAGE_MAX, page_of
 from poolgrid.server.frontend.stream_head import REFUSAL_WAIT_S
-from poolgrid.server.frontend.tasks.output import TaskOutput
-from poolgrid.server.frontend.tasks.schema import VideoBody
 from poolgrid.server.process.clock import Clock
 from poolgrid.server.process.tasks import cancel_all, detached
 

@@ -10,6 +10,9 @@ import msgspec
 from fastapi import Request
 from msgspec import UNSET
 
+from poolgrid.plugins.messages_api.conversation import chat_body
+from poolgrid.plugins.messages_api.encoder import MessagesEncoder
+from poolgrid.plugins.messages_api.schema import CountedBody, MessagesBody
 from poolgrid.server.frontend.api_endpoint import ApiEndpoint, ForwardedPrompt, Kept, PromptFields
 from poolgrid.server.frontend.description import (
     BAD_REQUEST,
@@ -26,9 +29,6 @@ from poolgrid.server.frontend.description import (
 from poolgrid.server.frontend.errors import ANTHROPIC
 from poolgrid.server.frontend.front_end import FrontEnd
 from poolgrid.server.frontend.inference_endpoint import InferenceEndpoint
-from poolgrid.server.frontend.messages_api.conversation import chat_body
-from poolgrid.server.frontend.messages_api.encoder import MessagesEncoder
-from poolgrid.server.frontend.messages_api.schema import CountedBody, MessagesBody
 from poolgrid.server.frontend.preparation import Preparation
 from poolgrid.server.frontend.prepared_request import AnswerForm, PreparedRequest
 from poolgrid.server.frontend.schema import parse, refuse

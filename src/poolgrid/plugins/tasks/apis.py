@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from poolgrid.plugins.tasks.endpoint import EMBEDDINGS_PATH, IMAGES_PATH, TaskEndpoint
+from poolgrid.plugins.tasks.schema import EmbeddingBody, ImageBody, VideoBody
+from poolgrid.plugins.tasks.videos import (
+    IMAGE_CONTENT_PATH,
+    VIDEO_CONTENT_PATH,
+    VIDEO_PATH,
+    VIDEOS_PATH,
+    add_image_endpoints,
+    add_video_endpoints,
+    jobs_of,
+)
 from poolgrid.server.frontend.api_endpoint import ApiEndpoint
 from poolgrid.server.frontend.description import (
     BAD_REQUEST,
@@ -22,17 +33,6 @@ from poolgrid.server.frontend.description import (
 )
 from poolgrid.server.frontend.front_end import FrontEnd
 from poolgrid.server.frontend.inference_endpoint import InferenceEndpoint
-from poolgrid.server.frontend.tasks.endpoint import EMBEDDINGS_PATH, IMAGES_PATH, TaskEndpoint
-from poolgrid.server.frontend.tasks.schema import EmbeddingBody, ImageBody, VideoBody
-from poolgrid.server.frontend.tasks.videos import (
-    IMAGE_CONTENT_PATH,
-    VIDEO_CONTENT_PATH,
-    VIDEO_PATH,
-    VIDEOS_PATH,
-    add_image_endpoints,
-    add_video_endpoints,
-    jobs_of,
-)
 
 
 def _join_embeddings(front: FrontEnd) -> Mapping[str, InferenceEndpoint]:

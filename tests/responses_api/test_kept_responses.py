@@ -12,11 +12,11 @@ import httpx
 import openai
 import pytest
 
+from poolgrid.plugins.responses_api import kept as kept_module
+from poolgrid.plugins.responses_api.kept import ENTRY_BYTES, KeptResponse, ResponseStore
 from poolgrid.server.frontend.access import key_file
 from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
 from poolgrid.server.frontend.access.owner import Owner
-from poolgrid.server.frontend.responses_api import kept as kept_module
-from poolgrid.server.frontend.responses_api.kept import ENTRY_BYTES, KeptResponse, ResponseStore
 from tests.clock import HandClock
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application, in_process, served_in_thread

@@ -39,12 +39,12 @@ from fastapi import FastAPI, Query, Request, Response
 
 from poolgrid.kernel.requests.inference import Refused
 from poolgrid.kernel.wire.identifiers import SECRET_BYTES, name_of
+from poolgrid.plugins.responses_api.conversation import ITEMS_MAX, ResponsesBody
+from poolgrid.plugins.responses_api.encoder import ResponsesEncoder
 from poolgrid.server.frontend.access.owner import Owner
 from poolgrid.server.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.server.frontend.list_page import PAGE_MAX, page_of
 from poolgrid.server.frontend.prepared_request import AnswerForm, AnswerStart
-from poolgrid.server.frontend.responses_api.conversation import ITEMS_MAX, ResponsesBody
-from poolgrid.server.frontend.responses_api.encoder import ResponsesEncoder
 from poolgrid.server.process.clock import Clock
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 has it.
 
 A task has one answer, whole at its end. When its client leaves before, it is cancelled on its worker; a video whose
-client did not ask to wait continues (``poolgrid.server.frontend.tasks.videos``).
+client did not ask to wait continues (``poolgrid.plugins.tasks.videos``).
 """
 
 from __future__ import annotations
@@ -21,14 +21,8 @@ from poolgrid.kernel.wire.identifiers import Stage
 from poolgrid.kernel.wire.limits import MULTIMODAL_BYTES_MAX
 from poolgrid.kernel.wire.requests import Sampling
 from poolgrid.kernel.wire.tasks import TaskResult
-from poolgrid.server.frontend.access.owner import Owner
-from poolgrid.server.frontend.access.tenants import Caller
-from poolgrid.server.frontend.errors import RequestError, invalid, quoted, unsupported
-from poolgrid.server.frontend.front_end import FrontEnd
-from poolgrid.server.frontend.inference_endpoint import InferenceEndpoint, InferenceExchange
-from poolgrid.server.frontend.request_body import too_large
-from poolgrid.server.frontend.tasks.output import TaskOutput
-from poolgrid.server.frontend.tasks.schema import (
+from poolgrid.plugins.tasks.output import TaskOutput
+from poolgrid.plugins.tasks.schema import (
     EmbeddingBody,
     PreparedTask,
     Reader,
@@ -37,7 +31,13 @@ from poolgrid.server.frontend.tasks.schema import (
     read_images,
     read_video,
 )
-from poolgrid.server.frontend.tasks.videos import VIDEOS_PATH, NewVideo, VideoJobs, new_id, shown_type
+from poolgrid.plugins.tasks.videos import VIDEOS_PATH, NewVideo, VideoJobs, new_id, shown_type
+from poolgrid.server.frontend.access.owner import Owner
+from poolgrid.server.frontend.access.tenants import Caller
+from poolgrid.server.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.server.frontend.front_end import FrontEnd
+from poolgrid.server.frontend.inference_endpoint import InferenceEndpoint, InferenceExchange
+from poolgrid.server.frontend.request_body import too_large
 from poolgrid.server.http.client_address import client_address
 
 NO_TOKENS: Final = Sampling(1)

@@ -11,6 +11,16 @@ import msgspec
 from fastapi import Request
 from msgspec import UNSET
 
+from poolgrid.plugins.responses_api.conversation import Items, ResponsesBody, chat_body
+from poolgrid.plugins.responses_api.kept import (
+    ITEMS_PATH,
+    RESPONSE_PATH,
+    TTL_S,
+    KeptResponses,
+    ResponseStore,
+    add_kept_response_endpoints,
+    references,
+)
 from poolgrid.server.frontend.access.gate import caller_of
 from poolgrid.server.frontend.access.tenants import Caller
 from poolgrid.server.frontend.api_endpoint import ApiEndpoint, ForwardedPrompt, Kept, PromptFields
@@ -34,16 +44,6 @@ from poolgrid.server.frontend.front_end import FrontEnd
 from poolgrid.server.frontend.inference_endpoint import InferenceEndpoint
 from poolgrid.server.frontend.preparation import Preparation
 from poolgrid.server.frontend.prepared_request import AnswerForm, PreparedRequest
-from poolgrid.server.frontend.responses_api.conversation import Items, ResponsesBody, chat_body
-from poolgrid.server.frontend.responses_api.kept import (
-    ITEMS_PATH,
-    RESPONSE_PATH,
-    TTL_S,
-    KeptResponses,
-    ResponseStore,
-    add_kept_response_endpoints,
-    references,
-)
 from poolgrid.server.frontend.schema import parse, refuse
 from poolgrid.server.frontend.session_fields import response_key
 

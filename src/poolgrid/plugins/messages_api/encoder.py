@@ -11,9 +11,9 @@ from typing import Any, Final
 import msgspec
 
 from poolgrid.kernel.wire.identifiers import name_of
+from poolgrid.plugins.messages_api.conversation import parsed_input
+from poolgrid.plugins.messages_api.schema import MessagesBody
 from poolgrid.server.frontend.errors import ANTHROPIC, RequestError
-from poolgrid.server.frontend.messages_api.conversation import parsed_input
-from poolgrid.server.frontend.messages_api.schema import MessagesBody
 from poolgrid.server.frontend.parsers.pieces import PieceKind
 from poolgrid.server.frontend.piece_encoder import AnswerPart, PieceEncoder
 from poolgrid.server.frontend.prepared_request import AnswerStart

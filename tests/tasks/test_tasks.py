@@ -21,15 +21,15 @@ from poolgrid.kernel.requests.inference import InferenceRequest, Refused, Served
 from poolgrid.kernel.wire.identifiers import Stage
 from poolgrid.kernel.wire.tasks import EmbeddingTask, TaskResult, VisualTask
 from poolgrid.plugins.simulated.core import pictures
+from poolgrid.plugins.tasks import videos
+from poolgrid.plugins.tasks import videos as result_files
+from poolgrid.plugins.tasks.forms import HEAD_BYTES_MAX, read_form
+from poolgrid.plugins.tasks.schema import PROMPT_CHARS_MAX, read_video
+from poolgrid.plugins.tasks.videos import ResultFiles
 from poolgrid.server.frontend.access import key_file
 from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
 from poolgrid.server.frontend.access.owner import Owner
 from poolgrid.server.frontend.errors import RequestError
-from poolgrid.server.frontend.tasks import videos
-from poolgrid.server.frontend.tasks import videos as result_files
-from poolgrid.server.frontend.tasks.forms import HEAD_BYTES_MAX, read_form
-from poolgrid.server.frontend.tasks.schema import PROMPT_CHARS_MAX, read_video
-from poolgrid.server.frontend.tasks.videos import ResultFiles
 from tests.frontend.fake_backend import FakeBackend, Step
 from tests.frontend.server import application, in_process, served_in_thread
 
@@ -499,7 +499,7 @@ def test_a_part_with_a_file_name_of_any_form_is_a_file(name: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/images/generations", "/v1/videos"])
 async def test_no_body_is_read_where_no_model_serves_its_task(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.server.frontend.tasks.schema.read_form", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr("poolgrid.plugins.tasks.schema.read_form", lambda *_: pytest.fail("it was read"))
     async with asked(FakeBackend(work, served=MODELS[3:])) as client:
         for body in ({"json": {"prompt": "x"}}, {"files": {"prompt": (None, "x")}}):
             answer = await client.post(path, **body)
