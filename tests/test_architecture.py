@@ -49,7 +49,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "kernel.output_formats",
         "kernel.wire",
         "kernel.requests",
-        "server.forwarding.multipart",
         "server.process",
         "server.http",
         "server.structured_output",
@@ -156,10 +155,7 @@ NOT_YET_PLUGINS = {
     "sessions": ("kernel/consolidation/session_table.py", "kernel/routing/working_set.py", "router/session_naming.py"),
     "tenants": ("server/frontend/access",),
     "parsers": ("server/frontend/parsers", "kernel/output_formats"),
-    "Anthropic Messages": ("server/frontend/messages_api",),
-    "Responses": ("server/frontend/responses_api",),
     "media": ("server/frontend/media",),
-    "embeddings, images and videos": ("server/frontend/tasks",),
     "tensor transfer over NIXL": ("workers/tensor_transfer",),
     "Dynamo's documents": ("server/cli/dynamo_options.py", "server/cli/graph_deployment.py"),
 }

@@ -53,12 +53,20 @@ REFUSALS = (
         "loading the plug-in 'nats' of poolgrid.event_planes",
     ),
     Refusal("policies", ("router", "--policy", "round-robin"), "--policy round-robin"),
+    Refusal("responses_api", ("router", "--response-store-bytes", "1"), "the plug-in 'responses' is not installed"),
     Refusal("simulated", ("worker", "--consolidator", "127.0.0.1:1"), "--engine is simulated, which is not installed"),
     Refusal("simulated", ("up",), "--engine is simulated, which is not installed"),
     Refusal("simulation", ("what-if", "dir"), "what-if: not installed (there is no poolgrid.plugins.simulation)"),
     Refusal("trtllm", ("engine-config", "check", "x"), "engine-config: not installed"),
     Refusal("trtllm", (*TRTLLM_POOL, "--gpus", "0"), "--engine is trtllm, which is not installed"),
 )
+
+NOT_SERVED = {
+    "messages_api": ("messages", "messages/count_tokens"),
+    "responses_api": ("responses", "responses/input_tokens"),
+    "tasks": ("embeddings", "images/generations", "videos", "videos/video_0/content"),
+}
+"""Paths below ``/v1/`` that need a plug-in, which the answer names by the first part of the path."""
 
 SILENT = {"fleet_page"}
 """Without them something is not offered, and nobody has asked for it."""
@@ -75,7 +83,8 @@ def every_module(package):
 WITHOUT_PLUGINS = (
     EVERY_MODULE
     + """
-import contextlib, io, json, os
+import asyncio, contextlib, httpx, io, json, os
+from prometheus_client import CollectorRegistry
 assert poolgrid.__file__.startswith(sys.argv[1]), poolgrid.__file__
 every_module(poolgrid)
 from poolgrid.server.cli.main import app
@@ -87,9 +96,20 @@ for number, command in enumerate(json.loads(sys.argv[2])):
         sys.stderr = open(f"{number}.stderr", "w", buffering=1)
         app(command, prog_name="poolgrid")
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+class NoWorkers:
+    models = tuple
+async def ask():
+    front = poolgrid.server.frontend.app.create_app(
+        NoWorkers(), {}, settings=poolgrid.server.frontend.settings.FrontendSettings(), registry=CollectorRegistry()
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://h/v1/") as client:
+        for path in json.loads(sys.argv[3]):
+            print((await client.post(path, json={})).text)
+    await front.close()
+asyncio.run(ask())
 """
 )
-"""Import everything, ask for help, and run commands, which are to be refused."""
+"""Import everything, ask for help, and run commands and requests, which are to be refused."""
 
 ONE_PLUGIN = (
     EVERY_MODULE
@@ -141,11 +161,18 @@ def python(place: Path, *arguments: str, source: Path | None = None) -> subproce
 def test_without_plugins_everything_else_imports_and_what_needs_one_is_refused_by_its_name(tmp_path: Path) -> None:
     place = package_without([f"plugins/{name}" for name in NAMES], tmp_path)
     commands = json.dumps([each.command for each in REFUSALS])
+    paths = [path for paths in NOT_SERVED.values() for path in paths]
 
-    done = python(place, "-c", WITHOUT_PLUGINS, str(place), commands)
+    done = python(place, "-c", WITHOUT_PLUGINS, str(place), commands, json.dumps(paths))
 
     assert done.returncode == 0, done.stderr
-    for number, (refusal, status) in enumerate(zip(REFUSALS, done.stdout.split(), strict=True)):
+    lines = done.stdout.splitlines()
+    for path, answer in zip(paths, lines[len(REFUSALS) :], strict=True):
+        error = json.loads(answer)["error"]
+        name = path.partition("/")[0]
+        assert error["message"] == f"POST /v1/{path}: the plug-in {name!r} of poolgrid.endpoints is not installed"
+        assert error["code"] == "not_found"
+    for number, (refusal, status) in enumerate(zip(REFUSALS, lines[: len(REFUSALS)], strict=True)):
         told = (place / f"{number}.stderr").read_text()
         assert status in ("1", "2"), (refusal, told)
         assert refusal.words in " ".join(told.split()), refusal
@@ -164,7 +191,7 @@ def test_every_plugin_has_an_entry_point_a_page_of_its_own_and_words_that_refuse
     named = {value.split(".")[2] for group in groups.values() for value in group.values() if ".plugins." in value}
 
     assert set(NAMES) == named
-    assert {each.plugin for each in REFUSALS} | SILENT == set(NAMES)
+    assert {each.plugin for each in REFUSALS} | NOT_SERVED.keys() | SILENT == set(NAMES)
     for name in NAMES:
         page = PACKAGE / "plugins" / name / "README.md"
         lines = page.read_text().splitlines()

@@ -11,6 +11,7 @@ from poolgrid.kernel.wire.card import ReasoningParser, ToolCallParser, reasoning
 from poolgrid.server.frontend.media.settings import MediaSettings
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from poolgrid.server.frontend.prompt_encoder import CACHE_BYTES_DEFAULT
+from poolgrid.server.process.plugins import ENDPOINTS, has_plugin
 from poolgrid.server.process.settings import InputFile
 
 TTFT_TARGET_MS = 2000.0
@@ -188,5 +189,15 @@ class FrontendSettings(MediaSettings):
             raise ValueError(
                 f"tenant_header is {self.tenant_header!r}: it is for isolate_tenants without api_keys, which name "
                 "tenants themselves; leave it out, or set isolate_tenants"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _responses_are_kept_by_a_plugin(self) -> Self:
+        kept = self.response_store_bytes if "response_store_bytes" in self.model_fields_set else 0
+        if kept and not has_plugin(ENDPOINTS, "responses"):
+            raise ValueError(
+                f"response_store_bytes is {kept}, and the plug-in 'responses' is not installed: leave "
+                "response_store_bytes out"
             )
         return self
