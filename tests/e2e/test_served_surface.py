@@ -88,8 +88,9 @@ def test_every_documented_path_is_described_by_the_served_openapi_document(
     assert answer.status_code == 200, answer.text
     described = {shape(path) for path in answer.json()["paths"]}
 
-    expected = {path for path in documented("http_api.md") if not absent_endpoint(path)} - {"/openapi.json"}
+    expected = documented("http_api.md") - {"/openapi.json"}
     assert len(expected) > 20
+    expected = {path for path in expected if not absent_endpoint(path)}
     if command == "global-router":
         expected = {path for path in expected if not path.startswith(ONLY_A_ROUTER)} | documented("global_router.md")
         expected -= {"/v1/fleet", "/v1/pool"}  # one needs names, the other is asked of the pools' routers
