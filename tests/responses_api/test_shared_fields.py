@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from poolgrid.plugins.responses_api.conversation import ResponsesBody, chat_body
+from poolgrid.plugins.responses_api.conversation import chat_body
+from poolgrid.plugins.responses_api.schema import ResponsesBody
 from poolgrid.server.frontend.schema import ChatBody, refusals_of
 
 MADE_OTHERWISE = {"tools", "tool_choice", "stream"}

@@ -21,11 +21,10 @@ from poolgrid.kernel.requests.inference import InferenceRequest, Refused, Served
 from poolgrid.kernel.wire.identifiers import Stage
 from poolgrid.kernel.wire.tasks import EmbeddingTask, TaskResult, VisualTask
 from poolgrid.plugins.simulated.core import pictures
-from poolgrid.plugins.tasks import videos
-from poolgrid.plugins.tasks import videos as result_files
+from poolgrid.plugins.tasks import result_files, videos
 from poolgrid.plugins.tasks.forms import HEAD_BYTES_MAX, read_form
+from poolgrid.plugins.tasks.result_files import ResultFiles
 from poolgrid.plugins.tasks.schema import PROMPT_CHARS_MAX, read_video
-from poolgrid.plugins.tasks.videos import ResultFiles
 from poolgrid.server.frontend.access import key_file
 from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
 from poolgrid.server.frontend.access.owner import Owner

@@ -12,7 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES
-from poolgrid.plugins.responses_api.conversation import FORMS, CallItem, ResponsesBody
+from poolgrid.plugins.responses_api.calls import FORMS, CallItem
+from poolgrid.plugins.responses_api.schema import ResponsesBody
 from poolgrid.server.frontend.errors import RequestError
 from poolgrid.server.frontend.parsers.pieces import PieceKind
 from poolgrid.server.frontend.piece_encoder import AnswerPart, PieceEncoder

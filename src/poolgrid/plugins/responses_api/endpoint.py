@@ -11,16 +11,11 @@ import msgspec
 from fastapi import Request
 from msgspec import UNSET
 
-from poolgrid.plugins.responses_api.conversation import Items, ResponsesBody, chat_body
-from poolgrid.plugins.responses_api.kept import (
-    ITEMS_PATH,
-    RESPONSE_PATH,
-    TTL_S,
-    KeptResponses,
-    ResponseStore,
-    add_kept_response_endpoints,
-    references,
-)
+from poolgrid.plugins.responses_api.conversation import Items, chat_body
+from poolgrid.plugins.responses_api.kept import KeptResponses, references
+from poolgrid.plugins.responses_api.kept_endpoints import ITEMS_PATH, RESPONSE_PATH, add_kept_response_endpoints
+from poolgrid.plugins.responses_api.response_store import TTL_S, ResponseStore
+from poolgrid.plugins.responses_api.schema import ResponsesBody
 from poolgrid.server.frontend.access.gate import caller_of
 from poolgrid.server.frontend.access.tenants import Caller
 from poolgrid.server.frontend.api_endpoint import ApiEndpoint, ForwardedPrompt, Kept, PromptFields

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from poolgrid.plugins.tasks.endpoint import EMBEDDINGS_PATH, IMAGES_PATH, TaskEndpoint
-from poolgrid.plugins.tasks.schema import EmbeddingBody, ImageBody, VideoBody
-from poolgrid.plugins.tasks.videos import (
+from poolgrid.plugins.tasks.result_endpoints import (
     IMAGE_CONTENT_PATH,
     VIDEO_CONTENT_PATH,
     VIDEO_PATH,
@@ -16,6 +15,7 @@ from poolgrid.plugins.tasks.videos import (
     add_video_endpoints,
     jobs_of,
 )
+from poolgrid.plugins.tasks.schema import EmbeddingBody, ImageBody, VideoBody
 from poolgrid.server.frontend.api_endpoint import ApiEndpoint
 from poolgrid.server.frontend.description import (
     BAD_REQUEST,

@@ -22,6 +22,8 @@ from poolgrid.kernel.wire.limits import MULTIMODAL_BYTES_MAX
 from poolgrid.kernel.wire.requests import Sampling
 from poolgrid.kernel.wire.tasks import TaskResult
 from poolgrid.plugins.tasks.output import TaskOutput
+from poolgrid.plugins.tasks.result_endpoints import VIDEOS_PATH
+from poolgrid.plugins.tasks.result_files import new_id, shown_type
 from poolgrid.plugins.tasks.schema import (
     EmbeddingBody,
     PreparedTask,
@@ -31,7 +33,7 @@ from poolgrid.plugins.tasks.schema import (
     read_images,
     read_video,
 )
-from poolgrid.plugins.tasks.videos import VIDEOS_PATH, NewVideo, VideoJobs, new_id, shown_type
+from poolgrid.plugins.tasks.videos import NewVideo, VideoJobs
 from poolgrid.server.frontend.access.owner import Owner
 from poolgrid.server.frontend.access.tenants import Caller
 from poolgrid.server.frontend.errors import RequestError, invalid, quoted, unsupported
