@@ -9,7 +9,7 @@ import anthropic
 import msgspec
 import pytest
 
-from poolgrid.plugins.messages_api.endpoint import keep_ms_of_messages
+from poolgrid.plugins.messages_api.cache_lifetime import keep_ms_of_messages
 from poolgrid.plugins.messages_api.schema import MessagesBody
 from poolgrid.server.frontend.errors import RequestError
 from poolgrid.server.frontend.schema import parse

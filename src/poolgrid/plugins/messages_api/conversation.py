@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from poolgrid.plugins.messages_api.client_tools import anthropic_function
 from poolgrid.plugins.messages_api.schema import (
     CountedBody,
     MessagesBody,
@@ -15,7 +16,6 @@ from poolgrid.plugins.messages_api.schema import (
     MessageToolChoice,
     OutputConfig,
 )
-from poolgrid.server.frontend.client_tools import anthropic_function
 from poolgrid.server.frontend.errors import invalid, missing, quoted, text_of, unsupported, wrong_type
 from poolgrid.server.frontend.schema import (
     ChatBody,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -10,6 +10,7 @@ import msgspec
 from fastapi import Request
 from msgspec import UNSET
 
+from poolgrid.plugins.messages_api.cache_lifetime import keep_ms_of_messages
 from poolgrid.plugins.messages_api.conversation import chat_body
 from poolgrid.plugins.messages_api.encoder import MessagesEncoder
 from poolgrid.plugins.messages_api.schema import CountedBody, MessagesBody
@@ -32,7 +33,6 @@ from poolgrid.server.frontend.inference_endpoint import InferenceEndpoint
 from poolgrid.server.frontend.preparation import Preparation
 from poolgrid.server.frontend.prepared_request import AnswerForm, PreparedRequest
 from poolgrid.server.frontend.schema import parse, refuse
-from poolgrid.server.frontend.session_fields import control_ms
 
 PATH: Final = "/v1/messages"
 COUNT_PATH: Final = "/v1/messages/count_tokens"
@@ -71,28 +71,6 @@ def prepare_counted(preparation: Preparation, raw: bytes) -> PreparedRequest:
     body = parse(_counted_decoder, raw)
     refuse(body)
     return preparation.chat_job(chat_body(body), lenient=True)
-
-
-def keep_ms_of_messages(body: CountedBody) -> int:
-    """Return how long the ``cache_control`` in a Messages body asks to keep it; raises ``RequestError``."""
-    return max((control_ms(control, place) for control, place in _controls(body)), default=0)
-
-
-def _controls(body: CountedBody) -> Iterator[tuple[Any, str]]:
-    if body.cache_control is not None:
-        yield body.cache_control, "cache_control"
-    for index, tool in enumerate(body.tools or ()):
-        if tool.cache_control is not None:
-            yield tool.cache_control, f"tools[{index}].cache_control"
-    if isinstance(body.system, list):
-        for number, block in enumerate(body.system):
-            if block.get("cache_control") is not None:
-                yield block["cache_control"], f"system[{number}].cache_control"
-    for index, message in enumerate(body.messages):
-        if isinstance(message.content, list):
-            for number, block in enumerate(message.content):
-                if block.get("cache_control") is not None:
-                    yield block["cache_control"], f"messages[{index}].content[{number}].cache_control"
 
 
 class _MessagesFields(PromptFields, kw_only=True, omit_defaults=True):
