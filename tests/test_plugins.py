@@ -106,7 +106,7 @@ async def ask():
     async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://h/v1/") as client:
         for path in json.loads(sys.argv[3]):
             print((await client.post(path, json={})).text)
-    state = front.state
+    state = front.front
     reader = poolgrid.server.proxy.prompt_reading.PromptReader(state.preparation, state.tokenization, state.domains, 99)
     for path in ("responses", "messages"):
         found = await reader.read("/v1/" + path, b'{"model": "tiny", "input": "a text", "messages": []}', "r")

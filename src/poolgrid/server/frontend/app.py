@@ -126,6 +126,8 @@ class Application(FastAPI):
         self.close = close
         """Ends the threads, the process and the media fetches of endpoints; a second time does nothing."""
         self.traffic = traffic
+        self.front: FrontEnd
+        """What the endpoints share, for those of the routers too; set once all of it is there."""
         self.direct: dict[str, InferenceEndpoint | AccessGate] = {}
         """Inference endpoints by path, each behind the gate when there is one."""
         self._short = True
@@ -264,17 +266,12 @@ def create_app(
     metrics.tokenizers.show(backend, preparation.forms)
     domains = CacheDomains(settings.isolate_tenants, settings.tenant_header)
     bodies = BodyReader(InflationLimits(settings.max_body_bytes), settings.max_body_values, tokenization, clock)
-    # For endpoints of the routers that take the same bodies.
-    app.state.preparation, app.state.tokenization, app.state.media = preparation, tokenization, media
-    app.state.bodies, app.state.domains, app.state.request_ids = bodies, domains, request_ids
-    app.state.metrics, app.state.tracing = metrics, tracing
     keys = None
     if settings.api_keys is not None:
         processes = 1 if place is None else place.size
         keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, processes)
         app.add_middleware(AccessGate, keys=keys)
-    app.state.keys = keys
-    front = FrontEnd(
+    app.front = front = FrontEnd(
         app=app,
         opened=opened,
         settings=settings,
@@ -290,6 +287,7 @@ def create_app(
         domains=domains,
         traffic=app.traffic,
         tracing=tracing,
+        keys=keys,
         place=place,
         data_dir=data_dir,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 
 from poolgrid.kernel.requests.inference import InferenceBackend
-from poolgrid.server.frontend.access.gate import caller_of
+from poolgrid.server.frontend.access.gate import GateKeys, caller_of
 from poolgrid.server.frontend.access.owner import Owner, owner_of
 from poolgrid.server.frontend.access.tenants import CacheDomains, Caller
 from poolgrid.server.frontend.guide_check import GuideCheck
@@ -48,6 +48,7 @@ class FrontEnd:
     domains: CacheDomains
     traffic: Traffic
     tracing: Tracing | None
+    keys: GateKeys | None
     place: GroupPlace | None
     """This process among those that share the port."""
     data_dir: Path | None
