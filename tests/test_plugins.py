@@ -11,8 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 import poolgrid
+from poolgrid.server.frontend.api_endpoint import ApiEndpoint
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.process.plugins import ENDPOINTS, has_plugin, load_plugin, plugin_names
 
 PACKAGE = Path(poolgrid.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -206,6 +210,17 @@ def test_every_plugin_has_an_entry_point_a_page_of_its_own_and_words_that_refuse
         assert 8 <= len(lines) <= 30, name
         for place in re.findall(r"`((?:tests|docs|lab)/[\w./]+)`", page.read_text()):
             assert (ROOT / place).exists(), f"{page} names {place}"
+
+
+@pytest.mark.parametrize("name", [name for name in plugin_names(ENDPOINTS) if has_plugin(ENDPOINTS, name)])
+def test_all_paths_of_an_api_are_below_the_name_of_its_entry_point(name: str) -> None:
+    """By which the answer to a request without the plug-in names it."""
+    api: ApiEndpoint = load_plugin(ENDPOINTS, name)
+    made = {each.path for each in api.description.inference}
+    paths = made | {each.path for each in api.description.operations} | api.prompts.keys()
+
+    assert made
+    assert {path for path in paths if f"{path}/".startswith(f"/v1/{name}/")} == paths
 
 
 def test_a_pool_serves_with_the_simulated_engine_alone(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def load_part(name: str, what: str) -> Any:
 @cache
 def plugin_names(group: str) -> tuple[str, ...]:
     """Return the names that the entry points of a group have, in order."""
-    return tuple(sorted(each.name for each in installed_plugins(group)))
+    return tuple(sorted({each.name for each in installed_plugins(group)}))
 
 
 def check_policy_name(name: str) -> None:
