@@ -31,7 +31,7 @@ format:
 docs:  ## write what is generated
 	$(PYTHON) -m lab.website.configuration_page
 	$(PYTHON) -m lab.website.request_life_page > docs/internals/request_life.md
-	$(PYTHON) -m lab.website.support_page > docs/support_matrix.md
+	$(PYTHON) -m lab.website.support_page
 	$(PYTHON) -m lab.attacks.page
 	$(PYTHON) -m lab.website.metrics_tables
 	$(PYTHON) -m lab.website.parser_tables

@@ -189,6 +189,11 @@ class RequestDecisions:
     def _id_under(self, name: str) -> str | None:
         return name if name in self._records else self._latest.get(name)
 
+    @property
+    def oldest_ms(self) -> int | None:
+        """When the request of the oldest record came; ``None`` = none is kept."""
+        return next((each.time_ms for each in self._records.values()), None)
+
     def newest(self, limit: int) -> list[RequestDecision]:
         """Return the last records, newest first."""
         newest: list[RequestDecision] = []

@@ -75,7 +75,7 @@ def add_global_router_endpoints(
         """Explain one request: cell, override, spill, fallback, refusals, worker, for each of its dispatches."""
         record = service.decisions.get(request_id)
         if record is None:
-            raise decision_not_found(request_id, len(service.decisions))
+            raise decision_not_found(request_id, len(service.decisions), service.decisions.oldest_ms)
         return record.explanation().to_json()
 
     @app.get("/v1/config", tags=["global router"])

@@ -165,7 +165,8 @@ def add_router_endpoints(
         """Explain one request's decisions: every candidate, every cost term, the workers filtered out and why."""
         attempts = [each.explanation() for each in service.decisions.of_request(request_id)]
         if not attempts:
-            raise decision_not_found(request_id, len(service.decisions))
+            kept, is_recorded = service.decisions, service.tracker.recorder is not None
+            raise decision_not_found(request_id, len(kept), kept.oldest_ms, is_recorded=is_recorded)
         return RequestExplanation(request_id=request_id, attempts=attempts).to_json()
 
 

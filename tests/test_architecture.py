@@ -24,8 +24,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 ANYTHING = ("",)
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "kernel.output_formats": (),
-    "kernel.wire": ("kernel.output_formats",),
+    "kernel.wire": (),
     "kernel.kv_events": ("kernel.wire",),
     "kernel.index": ("kernel.wire",),
     "kernel.decision": ("kernel.wire", "kernel.index.following_tokens"),
@@ -46,7 +45,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "server.discovery.registry": ("kernel.wire",),
     "server.discovery": ("kernel.wire", "server.process", "server.transport"),
     "server.frontend": (
-        "kernel.output_formats",
         "kernel.wire",
         "kernel.requests",
         "server.process",
@@ -154,7 +152,6 @@ KERNEL_LINES_MAX = 25_000
 NOT_YET_PLUGINS = {
     "sessions": ("kernel/consolidation/session_table.py", "kernel/routing/working_set.py", "router/session_naming.py"),
     "tenants": ("server/frontend/access",),
-    "parsers": ("server/frontend/parsers", "kernel/output_formats"),
     "media": ("server/frontend/media",),
     "tensor transfer over NIXL": ("workers/tensor_transfer",),
     "Dynamo's documents": ("server/cli/dynamo_options.py", "server/cli/graph_deployment.py"),
@@ -180,6 +177,7 @@ PURE = (
     "server.router.engine_backlog",
     "server.consolidator.loop_share",
     "server.workers.booked_prefill",
+    "plugins.parsers",
     "plugins.policies",
     "server.global_router.document",
     "plugins.grid_builder",
@@ -211,16 +209,17 @@ ENGINE_LIBRARIES = ("tensorrt_llm", "torch")
 ENGINES = "server.workers.engines"
 PROTOCOL = "kernel.worker_protocol.engine"
 ENGINE_PLUGINS = ("plugins.simulated", "plugins.trtllm")
-REGISTRIES = ("server.workers.engines.registry", "server.workers.engines.server.definition")
-"""Tables of what engines and kinds of servers there are."""
+REGISTRY = "server.workers.engines.registry"
+DIALECTS = f"{ENGINES}.server.dialects"
+KINDS = [path.stem for path in (PACKAGE / "server/workers/engines/server/dialects").glob("[!_]*.py")]
 
 WORDS_OF_ENGINES = {
     "plugins.simulated": ("simulated", "simulation"),
     "plugins.trtllm": ("trtllm", "tensorrt"),
-    f"{ENGINES}.server.dialects": ("vllm", "sglang", "trtllm-serve", "trtllm_serve"),
+    DIALECTS: (*KINDS, *(kind.replace("_", "-") for kind in KINDS)),
 }
 """By the package of each engine: words that no module of ``workers`` has that is in no engine's package, the
-registries excepted."""
+registry excepted."""
 
 BANNED_CALLS = {
     "print": "a logger, or sys.stdout.write for an answer of a command",
@@ -309,7 +308,7 @@ def _engine_of(module: str) -> str:
 
 def words_of_engines(module: str, source: str) -> list[str]:
     """What a module that is in no engine's directory says of an engine, one line each."""
-    if module in REGISTRIES or _engine_of(module):
+    if module == REGISTRY or _engine_of(module):
         return []
     return [
         f"{module}:{number}: {word!r} is banned here, say what any engine has: {engine} is known in its directory only"
@@ -392,7 +391,7 @@ def faults(module: str, source: str) -> list[str]:
         if top in ENGINE_LIBRARIES and not any(_is_in(module, each) for each in (ENGINES, *ENGINE_PLUGINS)):
             found.append(f"{where}: {imported} is banned here, use an engine in {ENGINES}: only they import {top}")
         other = _engine_of(imported)
-        if other and _is_in(module, "server.workers") and other != _engine_of(module):
+        if other and _is_in(module, "server.workers") and other != _engine_of(module) and module != REGISTRY:
             found.append(f"{where}: {imported} is banned here, use {PROTOCOL}: only {other} knows itself")
         if imported == "time.sleep":
             found.append(f"{where}: time.sleep is banned here, use {BANNED_CALLS['time.sleep']}")
@@ -487,9 +486,10 @@ def test_engines_are_known_in_their_directories_only() -> None:
 
 
 def test_every_engine_has_its_words() -> None:
-    ours = {point.module.removeprefix("poolgrid.").removesuffix(".definition") for point in engines().values()}
-    assert ours == {*ENGINE_PLUGINS, f"{ENGINES}.server"}
-    assert {engine.removesuffix(".dialects") for engine in WORDS_OF_ENGINES} == ours
+    modules = {point.module.removeprefix("poolgrid.").removesuffix(".definition") for point in engines().values()}
+    kinds = {f"{DIALECTS}.{kind}" for kind in KINDS}
+    assert modules == {*ENGINE_PLUGINS, f"{ENGINES}.server", *kinds}
+    assert set(WORDS_OF_ENGINES) == {*ENGINE_PLUGINS, DIALECTS}
 
 
 def test_no_modules_import_each_other() -> None:

@@ -24,10 +24,7 @@ from prometheus_client.metrics_core import (
 from lab.website.configuration_page import SECTIONS, command_options, pages, table
 from lab.website.metrics_tables import EVERY_METRIC, FURTHER, with_tables, without_table
 from lab.website.metrics_tables import PAGES as METRICS_PAGES
-from lab.website.parser_tables import PAGE as PARSERS_PAGE
-from lab.website.parser_tables import with_tables as with_parser_tables
 from poolgrid.kernel.decision.policy import Policy, RoutingRequest
-from poolgrid.kernel.output_formats import CALL_NAMES, REASONING_NAMES
 from poolgrid.kernel.routing.inputs import WorkerWanted
 from poolgrid.kernel.wire.events import RequestStarted
 from poolgrid.server.cli.main import app
@@ -176,14 +173,6 @@ def test_the_tables_of_metrics_are_what_the_code_says_and_name_no_metric_twice(n
     assert named, f"docs/{name} has no table of metrics"
     assert len(named) == len(set(named)), f"docs/{name} has a metric twice"
     assert re.findall(r"^\| `(poolgrid_\w+)", with_tables(page, []), re.MULTILINE) == [], "a table has no marks"
-
-
-def test_the_page_of_parsers_has_a_row_for_every_format() -> None:
-    page = PARSERS_PAGE.read_text()
-
-    assert with_parser_tables(page) == page, "run: make docs"
-    for name in (*CALL_NAMES, *REASONING_NAMES):
-        assert f"\n| `{name}` |" in page
 
 
 def test_the_page_of_metrics_has_a_table_for_every_metric() -> None:

@@ -1,6 +1,6 @@
 """The way of a request's field from the body to the engine: a field that somebody forgot at one of the stops is named.
 
-The stops are listed in ``CONTRIBUTING.md``.
+``CONTRIBUTING.md`` lists the stops.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from poolgrid.kernel.wire.requests import Generate, Routing, Sampling
 from poolgrid.plugins.trtllm.core.sampling import plan_sampling
-from poolgrid.server.frontend.schema import COPIED_TO_SAMPLING, ChatBody, CompletionBody, refusals_of
+from poolgrid.server.frontend.field_words import engine_fields
+from poolgrid.server.frontend.schema import ChatBody, CompletionBody, refusals_of
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 
@@ -73,6 +74,12 @@ def test_every_field_that_a_worker_may_be_told_can_be_asked_for() -> None:
     assert asked | NOT_ASKED_FOR == set(Sampling.__struct_fields__)
 
 
+def test_a_field_that_only_the_engine_reads_arrives_under_its_name() -> None:
+    names = {name for body in (ChatBody, CompletionBody) for name in engine_fields(body)}
+
+    assert sampling_of(**ASKED).engine_fields == {name: ASKED[name] for name in names}
+
+
 def test_every_field_that_a_body_may_have_is_read_or_refused_by_name() -> None:
     frontend = Path(__file__).parents[1] / "src" / "poolgrid" / "server" / "frontend"
     code = "\n".join(path.read_text() for path in frontend.rglob("*.py"))
@@ -80,7 +87,7 @@ def test_every_field_that_a_body_may_have_is_read_or_refused_by_name() -> None:
         f"{body.__name__}.{name}"
         for body, refused in ((ChatBody, refusals_of(ChatBody)), (CompletionBody, refusals_of(CompletionBody)))
         for name in body.__struct_fields__
-        if name not in refused and name not in COPIED_TO_SAMPLING
+        if name not in (*refused, *engine_fields(body))
         if not re.search(rf'\.{name}\b|getattr\(body, "{name}"', code)
     ]
 

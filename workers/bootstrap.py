@@ -15,7 +15,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from poolgrid.kernel.wire.addresses import COMPONENTS
-from poolgrid.kernel.wire.card import AUTO, ChatSpec, WorkerCard
+from poolgrid.kernel.wire.card import ChatSpec, WorkerCard
 from poolgrid.kernel.wire.ingest import Leader, LoadingWorker
 from poolgrid.kernel.wire.limits import CHAT_TEMPLATE_CHARS_MAX, IDENTIFIER_BYTES_MAX
 from poolgrid.kernel.worker_protocol.push_stream import PushStream, PushTiming
@@ -23,6 +23,7 @@ from poolgrid.server.http.health_app import HealthApp
 from poolgrid.server.http.http_server import HttpServer
 from poolgrid.server.process.clock import AwakeClock, Clock, SystemClock
 from poolgrid.server.process.lifecycle import LoopMetrics
+from poolgrid.server.process.parser_names import AUTO
 from poolgrid.server.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.server.process.tasks import cancel_all, detached, supervised, unless
 from poolgrid.server.process.tracing.tracing import open_tracing

@@ -124,7 +124,6 @@ class WorkerMetrics:
             "kv_transfer_timeouts_total",
             "Prefilled requests whose KV was not fetched in time. Their blocks were freed.",
         )
-        self.kv_moved_bytes = counter("kv_moved_bytes_total", "Bytes of KV moved here from prefill workers.")
         self.kv_present_blocks = counter("kv_present_blocks_total", "Blocks not moved because they were present.")
         self.kv_fetch_failures = counter(
             "kv_fetch_failures_total",
@@ -218,7 +217,6 @@ class WorkerMetrics:
         for wait_ms in report.queue_waits_ms:
             self.queue_seconds.observe(wait_ms / 1e3)
         for arrival in report.arrivals:
-            self.kv_moved_bytes.inc(arrival.moved_bytes)
             self.kv_present_blocks.inc(arrival.present_blocks)
             self.transfer_seconds.observe(arrival.duration_ms / 1e3)
             self.transfer_bytes.observe(arrival.moved_bytes)

@@ -10,19 +10,18 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from poolgrid.kernel.wire.addresses import CONSOLIDATOR, EndpointName, bracketed, host_problem, is_name
-from poolgrid.kernel.wire.card import (
-    NO_STEP_TIMES,
-    ReasoningParser,
-    StepTimes,
-    ToolCallParser,
-    reasoning_parser_name,
-    tool_call_parser_name,
-)
+from poolgrid.kernel.wire.card import NO_STEP_TIMES, StepTimes
 from poolgrid.kernel.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.kernel.wire.tasks import MODALITIES
 from poolgrid.server.discovery.settings import DiscoverySettings
 from poolgrid.server.http.http_settings import HttpSettings
 from poolgrid.server.process.nats_settings import EventPlaneSettings
+from poolgrid.server.process.parser_names import (
+    ReasoningParser,
+    ToolCallParser,
+    reasoning_parser_name,
+    tool_call_parser_name,
+)
 from poolgrid.server.process.settings import InputFile, Settings, ZmqAddress
 from poolgrid.server.process.tracing.settings import TraceSettings
 from poolgrid.server.workers.timing import TIMINGS, Timing, step_times_of, timing_model

@@ -23,7 +23,8 @@ def _each(name: str, label: str) -> str:
 
 
 def _rate(name: str) -> str:
-    return f"sum by (instance) (rate(poolgrid_worker_{name}_total{{{POOL}}}[$__rate_interval]))"
+    series = name if name.endswith("_sum") else f"{name}_total"
+    return f"sum by (instance) (rate(poolgrid_worker_{series}{{{POOL}}}[$__rate_interval]))"
 
 
 def _quantiles(name: str) -> tuple[Query, ...]:
@@ -217,7 +218,7 @@ WORKERS_BOARD = Board(
                 Panel(
                     "KV moved",
                     "Bps",
-                    (_own(_rate("kv_moved_bytes")),),
+                    (_own(_rate("kv_transfer_bytes_sum")),),
                     "Bytes of KV per second to each decode worker.",
                     "Compare with the bandwidth between the hosts.",
                     "latency-objective",

@@ -1,4 +1,5 @@
-"""Writes the settings tables of pages: ``docs/configuration.md``, and the marked tables of other pages.
+"""Writes the settings tables of pages: ``docs/configuration.md``, and the marked tables of other pages. The README gets
+its table of commands.
 
 ``python -m lab.website.configuration_page`` writes them; a test fails while a committed page differs. A table stands
 between ``<!-- settings: Model OtherModel -->`` and ``<!-- /settings -->``, and holds the settings that these models
@@ -8,7 +9,7 @@ declare.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -18,6 +19,7 @@ from poolgrid.plugins.bench.settings import BenchSettings
 from poolgrid.plugins.engine_check.settings import EngineCheckSettings
 from poolgrid.plugins.simulation.settings import EngineSettings, SimulationSettings, WhatIfSettings
 from poolgrid.server.cli.local_pool import UpSettings
+from poolgrid.server.cli.main import SECTIONS as COMMANDS
 from poolgrid.server.cli.main import app
 from poolgrid.server.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from poolgrid.server.discovery.settings import DiscoverySettings
@@ -31,8 +33,10 @@ from poolgrid.server.process.tracing.settings import TraceSettings
 from poolgrid.server.router.settings import EndpointPickerSettings, RouterSettings
 from poolgrid.server.serving.router_settings import ServingSettings
 from poolgrid.server.transport.security import SecuritySettings
+from poolgrid.server.workers.engines.definition import EngineDefinition
 from poolgrid.server.workers.engines.registry import EngineChoice, engine_definition, engines
-from poolgrid.server.workers.settings import WorkerProcessSettings
+from poolgrid.server.workers.engines.server.settings import EngineServerSettings, EngineServersSettings
+from poolgrid.server.workers.settings import StepTimesSettings, WorkerProcessSettings
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 DOCS = SOURCE_ROOT / "docs"
@@ -56,9 +60,29 @@ class Section(NamedTuple):
     text: str
 
 
-def _engine_section(name: str) -> Section:
-    engine = engine_definition(name)
-    return Section(f"Worker with {engine.title}", "worker", engine.tables or (engine.settings,), engine.about)
+def _engine_sections() -> Iterator[Section]:
+    """Yield a section for each engine, and one for all kinds of engine servers, whose options are the same."""
+    found = {name: engine_definition(name) for name in engines()}
+    of_kinds = {name: each for name, each in found.items() if each.server_kind is not None and each.follow is None}
+    for name, engine in found.items():
+        if name not in of_kinds:
+            yield Section(f"Worker with {engine.title}", "worker", engine.tables or (engine.settings,), engine.about)
+    tables = (EngineServersSettings, EngineServerSettings, StepTimesSettings)
+    settings = (each.settings for each in of_kinds.values())
+    yield Section("Worker with an engine server", "worker", (*tables, *settings), _text_of_kinds(of_kinds))
+
+
+def _text_of_kinds(engines: Mapping[str, EngineDefinition[Any]]) -> str:
+    lines = [
+        "A worker [in front of an engine's own server](engine_servers.md), by its kind:",
+        "",
+        "| `--engine` | start the server with, for its cache events |",
+        "|---|---|",
+    ]
+    for name, engine in engines.items():
+        assert engine.server_kind is not None
+        lines.append(f"| `{name}` | `{engine.server_kind.events_option}` |")
+    return "\n".join(lines)
 
 
 SECTIONS = (
@@ -112,7 +136,7 @@ SECTIONS = (
         "Options of every worker. One of the tables below applies in addition, by engine. An option of another engine "
         "is an error; its variable is ignored. Defaults and ranges may differ between engines.",
     ),
-    *map(_engine_section, engines()),
+    *_engine_sections(),
     Section(
         "Security",
         "router",
@@ -196,17 +220,29 @@ See [logs](observability.md#logs).
 """
 
 
+_COMMANDS = re.compile(r"(<!-- commands -->\n).*?(?=<!-- /commands -->)", re.DOTALL)
 _MARKED = re.compile(r"(<!-- settings: ([\w ]+) -->\n).*?(?=<!-- /settings -->)", re.DOTALL)
 
 
 def pages() -> dict[Path, str]:
     """Return the text of every page that says something of settings, as it should be."""
-    made = {DOCS / "configuration.md": page()}
+    readme = (SOURCE_ROOT / "README.md").read_text(encoding="utf-8")
+    made = {
+        DOCS / "configuration.md": page(),
+        SOURCE_ROOT / "README.md": _COMMANDS.sub(lambda found: found[1] + _commands(), readme),
+    }
     for path in sorted(DOCS.glob("*.md")):
         text = path.read_text(encoding="utf-8")
         if _MARKED.search(text):
             made[path] = _MARKED.sub(lambda found: found[1] + table(found[2].split()), text)
     return made
+
+
+def _commands() -> str:
+    lines = ["| Commands ([options](docs/configuration.md)) | |", "|---|---|"]
+    for section, commands in COMMANDS.items():
+        lines.append(f"| {section.lower()} | {', '.join(f'`poolgrid {name}`' for name in commands)} |")
+    return "\n".join([*lines, ""])
 
 
 def table(names: list[str]) -> str:
@@ -322,7 +358,7 @@ def shown_range(field: FieldInfo, said: str = "") -> str:
     """Return the allowed values of a field, words or a range of numbers, that its description does not have."""
     words = _literal(field.annotation)
     if len(words) > WORDS_MAX:
-        return f"[{len(words)} names](internals/parsers.md#selection)"
+        return "[names](internals/parsers.md#selection)"
     if all(re.search(rf"\b{re.escape(word)}\b", said) for word in words) and words:
         return ""
     if words:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from poolgrid.kernel.output_formats import CallFormat, ReasoningFormat, call_formats, reasoning_formats
+from poolgrid.plugins.parsers.formats import CallFormat, ReasoningFormat, call_formats, reasoning_formats
 
 PAGE = Path(__file__).parents[2] / "docs" / "internals" / "parsers.md"
 

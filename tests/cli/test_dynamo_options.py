@@ -16,6 +16,7 @@ from poolgrid.server.cli import main
 from poolgrid.server.cli.dynamo_options import OPTIONS, in_our_words
 from poolgrid.server.process.settings import Settings
 from tests.cases import for_each
+from tests.installed import needs_parsers
 
 TRTLLM = ("--engine", "trtllm", "--model-path", "m")
 
@@ -58,9 +59,6 @@ def _cells(function: Any, inner: Any) -> list[Any]:
 WORKS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("worker", ("--model", "Qwen/Qwen3-0.6B", "--engine", "trtllm"), {"model_path": "Qwen/Qwen3-0.6B"}),
     ("worker", ("--engine=trtllm", "--model=m"), {"model_path": "m"}),
-    ("worker", (*TRTLLM, "--dyn-reasoning-parser", "gpt_oss"), {"reasoning_parser": "harmony"}),
-    ("worker", (*TRTLLM, "--dyn-reasoning-parser", "basic"), {"reasoning_parser": "qwen3"}),
-    ("worker", (*TRTLLM, "--dyn-tool-call-parser", "harmony"), {"tool_call_parser": "harmony"}),
     ("worker", (*TRTLLM, "--disaggregation-mode", "agg"), {"role": "AGGREGATED"}),
     ("worker", (*TRTLLM, "--disaggregation-mode", "pd"), {"role": "AGGREGATED"}),
     ("worker", (*TRTLLM, "--disaggregation-mode", "prefill_and_decode"), {"role": "AGGREGATED"}),
@@ -91,6 +89,12 @@ WORKS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("router", ("--router-replica-sync", "--enforce-disagg"), {"policy": "kv"}),
     ("global-router", ("--config", __file__, "--default-ttft-target", "300"), {"ttft_target_ms": 300.0}),
     ("global-router", ("--config", __file__, "--default-itl-target-ms", "20"), {"itl_target_ms": 20.0}),
+]
+
+PARSERS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+    ("worker", (*TRTLLM, "--dyn-reasoning-parser", "gpt_oss"), {"reasoning_parser": "harmony"}),
+    ("worker", (*TRTLLM, "--dyn-reasoning-parser", "basic"), {"reasoning_parser": "qwen3"}),
+    ("worker", (*TRTLLM, "--dyn-tool-call-parser", "harmony"), {"tool_call_parser": "harmony"}),
     ("router", ("--dyn-reasoning-parser", "gpt_oss"), {"reasoning_parser": "harmony"}),
 ]
 
@@ -117,7 +121,13 @@ VARIABLES: list[tuple[str, dict[str, str], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("command", "words", "settings"), WORKS, ids=[" ".join(words) for _, words, _ in WORKS])
+@pytest.mark.parametrize(
+    ("command", "words", "settings"),
+    [
+        pytest.param(*row, id=" ".join(row[1]), marks=[needs_parsers] if row in PARSERS else [])
+        for row in (*WORKS, *PARSERS)
+    ],
+)
 def test_a_documented_option_means_the_same_here(
     monkeypatch: pytest.MonkeyPatch, command: str, words: tuple[str, ...], settings: dict[str, Any]
 ) -> None:

@@ -17,6 +17,7 @@ from poolgrid.kernel.routing.kv_policy import KvAware
 from poolgrid.kernel.wire.answers import PlacedExplanation, RequestExplanation
 from poolgrid.kernel.wire.events import WorkerDraining
 from poolgrid.server.cli.commands.explain import run_explain, tree
+from poolgrid.server.serving.router_process import decision_not_found
 from tests.cli.json_server import Answer, serving
 from tests.router.fleet_builder import Pool, decided, stored
 
@@ -155,6 +156,23 @@ def test_what_is_not_kept_or_not_there_is_said(capsys: pytest.CaptureFixture[str
 
     assert run_explain("gone", url, as_json=False) == 1
     assert "does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("oldest_ms", "recorded", "words"),
+    [
+        (None, False, "none is yet"),
+        (1_700_000_000_000, False, "the last 1,024 are, since 2023-11-14 22:13:20 UTC"),
+        (0, True, "UTC; older ones are in the recording (poolgrid explain --journal DATA_DIR)"),
+    ],
+)
+def test_what_is_kept_instead_is_said_and_where_older_ones_are(
+    oldest_ms: int | None, recorded: bool, words: str
+) -> None:
+    error = decision_not_found("gone", 1024, oldest_ms, is_recorded=recorded)
+
+    assert error.message.startswith("no decision about request 'gone' is kept: ")
+    assert error.message.endswith(words)
 
 
 PODS = tuple(f"trtllm-decode-6f9c7d5b44-{letter * 5}" for letter in "abc")

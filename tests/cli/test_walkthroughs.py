@@ -26,6 +26,7 @@ from tests.apis import needs
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 from tests.global_router.documents import dynamo_disagg
+from tests.installed import needs_parsers
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = {path.stem: path.read_text() for path in (ROOT / "launch").glob("*.sh")}
@@ -364,7 +365,16 @@ ROWS: dict[str, Check] = {
     "the index": page("README.md", "radix"),
 }
 
+PARSERS = ("--dyn-reasoning-parser gpt_oss", "--dyn-tool-call-parser harmony", "prefill line of the gpt-oss guide")
+"""Rows that name one."""
 
-@pytest.mark.parametrize("typed", [pytest.param(row, marks=needs(row.removeprefix("POST "))) for row in ROWS])
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        pytest.param(each, marks=[needs(each.removeprefix("POST ")), *([needs_parsers] if each in PARSERS else [])])
+        for each in ROWS
+    ],
+)
 def test_what_the_walkthroughs_type_works_or_is_refused_by_name(typed: str) -> None:
     ROWS[typed]()

@@ -17,6 +17,7 @@ from poolgrid.server.cli.main import app
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from poolgrid.server.workers.bootstrap import card_of_rank, chat_spec, told_card
 from poolgrid.server.workers.settings import WorkerProcessSettings
+from tests.installed import needs_parsers
 from tests.wire.test_wire_frames import SMALL_CARD
 
 Settings = SimulatedWorkerSettings | TrtllmWorkerSettings
@@ -94,6 +95,7 @@ def test_the_model_that_ships_brings_its_tokenizer(chosen: list[Settings], tmp_p
     ]
 
 
+@needs_parsers
 @pytest.mark.parametrize("engine", ["simulated", "trtllm"])
 @pytest.mark.parametrize("option", ["--chat-template", "--custom-jinja-template"])
 def test_what_routers_need_to_know_of_a_model_may_be_given_to_its_workers(

@@ -252,8 +252,7 @@ def test_a_worker_that_nobody_knows_is_told_to_say_hello() -> None:
         ({"request_endpoint": "tcp://http://w9:4001"}, 0, "request_endpoint is 'tcp://http://w9:4001', which has an"),
         ({"request_endpoint": "tcp://w9"}, 0, "which names no port; allowed is tcp://host:port"),
         ({"request_endpoint": "inproc://x"}, 0, "which does not begin with tcp://"),
-        ({"chat": ChatSpec("think")}, 0, "chat.reasoning_parser is 'think', allowed are none, apertus"),
-        ({"chat": ChatSpec("", "auto")}, 0, "chat.tool_call_parser is 'auto', allowed are none, apertus"),
+        ({"chat": ChatSpec("", "a\tb")}, 0, "chat.tool_call_parser is 'a\\tb', allowed are printable"),
         ({"http_endpoint": "http://w9:70000"}, 0, "http_endpoint is 'http://w9:70000', which has the port '70000'"),
     ],
 )

@@ -15,7 +15,8 @@ from tests.e2e.processes import assert_decisions_replay, metric, running_pool
 
 pytestmark = pytest.mark.e2e
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 def printed() -> list[str]:
@@ -45,6 +46,17 @@ def test_the_printed_comparison_shows_a_hit_rate_that_matters_and_the_gain_over_
 
     first = kv["prompt_tokens"] / kv["requests"]
     assert first > 2500, "words are as many as make the wanted tokens, and later turns are longer"
+
+
+def test_the_recipe_of_prefill_and_decode_apart_runs_with_fewer_requests(tmp_path: Path) -> None:
+    found = re.search(r"^poolgrid (bench .*--prefill 2 .*)$", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE)
+    assert found is not None
+    result = CliRunner().invoke(app, [*shlex.split(found[1]), "--requests", "16", "--out", str(tmp_path / "out.json")])
+
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert (report["requests"], report["errors"]) == (16, 0)
+    assert {worker.partition("-")[0] for worker in report["per_worker"]} >= {"decode"}
 
 
 OPEN = 16

@@ -123,4 +123,11 @@ def test_an_answer_is_explained_by_the_id_in_its_body_with_and_without_its_index
     both = explained(answer.json()["id"])
     assert both == [f"{by_header}-0", f"{by_header}-1"]
     assert explained(by_header) == both
+
+    unknown = CliRunner().invoke(app, ["explain", "gone", "--url", pool.url], env=pool.environment())
+    assert unknown.exit_code == 1
+    assert re.search(
+        r"'gone' is kept: the last \d+ are, since [-\d]{10} [:\d]{8} UTC; older ones are in the recording",
+        unknown.output,
+    )
     assert explained(f"{by_header}-1") == both[1:]

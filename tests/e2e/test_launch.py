@@ -25,6 +25,7 @@ import pytest
 from PIL import Image
 
 from tests.e2e.processes import READY_TIMEOUT_S, WAIT_TIMEOUT_S, eventually, metric, pool_is_quiet
+from tests.installed import needs_parsers
 
 pytestmark = pytest.mark.e2e
 
@@ -232,6 +233,7 @@ def test_every_script_has_a_test() -> None:
     assert scripts - {"lib", "epd"} == {*WORKERS, *PLANNED_ONLY}
 
 
+@needs_parsers
 @pytest.mark.parametrize("name", ["agg_router", "disagg_router", "gpt_oss_disagg"])
 def test_a_chain_answers_as_one_worker_does_token_for_token(name: str, aggregated_text: str) -> None:
     with running(name, TRTLLM_FAKE=json.dumps({"leaves_process": name == "agg_router"})) as script:

@@ -23,6 +23,7 @@ from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.apis import needs
 from tests.e2e.processes import Process, eventually, is_settled, running_pool, worker_rows
 from tests.frontend.fake_backend import TINY
+from tests.installed import needs_parsers
 
 pytestmark = pytest.mark.e2e
 
@@ -90,6 +91,7 @@ def test_parse_returns_an_object_of_the_callers_own_class(client: openai.OpenAI)
     assert [answer.choices[0].finish_reason for answer in answers] == ["stop"] * 4
 
 
+@needs_parsers
 def test_a_model_that_may_call_calls_or_answers_with_an_object_of_the_callers_own_class(client: openai.OpenAI) -> None:
     strict: Any = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     called = set()
@@ -113,6 +115,7 @@ def test_a_model_that_may_call_calls_or_answers_with_an_object_of_the_callers_ow
 
 
 @needs("/v1/messages")
+@needs_parsers
 def test_anthropics_client_has_a_conversation_with_a_tool(pool: Process) -> None:
     tool: Any = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
     with anthropic.Anthropic(base_url=pool.url, api_key="none", max_retries=0) as client:
@@ -152,6 +155,7 @@ def test_a_conversation_goes_on_from_a_response_and_its_blocks_are_found_again(
     assert second.usage.input_tokens_details.cached_tokens > 0
 
 
+@needs_parsers
 def test_a_required_tool_call_is_made_with_arguments_that_fit_the_tool(client: openai.OpenAI) -> None:
     names = set()
     for seed in range(6):

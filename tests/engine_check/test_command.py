@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from poolgrid.plugins.engine_check.command import AREAS, run_engine_check
 from poolgrid.plugins.engine_check.core.finding import Kind
 from poolgrid.plugins.engine_check.settings import EngineCheckSettings
+from poolgrid.server.cli.main import app
 from tests.engine_check.engine_server import Habits, engine_server
 from tests.engine_check.test_transfer_rules import METRICS
 from tests.fakes.engine_server.cache import Drafting
@@ -53,6 +56,15 @@ def test_a_good_server_passes_and_its_record_says_the_same(tmp_path: Path, capsy
     told_again = json.loads(capsys.readouterr().out)
     told_again["server"].pop("events_option")
     assert told_again == found
+
+
+def test_a_check_in_another_thread_says_why_it_failed() -> None:
+    """Signals reach the main thread alone; click's runner shows no exception."""
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(CliRunner().invoke, app, ["engine-check", "--url", "http://127.0.0.1:1"]).result()
+
+    assert done.exit_code == 2
+    assert done.output.startswith("checking an engine: ")
 
 
 @pytest.mark.parametrize(

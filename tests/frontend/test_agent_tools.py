@@ -14,13 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.server.frontend.parsers.custom_calls import CustomCalls
-from poolgrid.server.frontend.parsers.pieces import AnswerPiece, PieceKind, joined_pieces
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, PieceKind, joined_pieces
+from poolgrid.server.frontend.custom_calls import CustomCalls
 from poolgrid.server.frontend.schema import CUSTOM_ARGUMENT
 from poolgrid.server.frontend.tools import custom_arguments, custom_text
 from tests.examples import examples
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import FrontEnd, application, front_end, served_in_thread
+from tests.installed import needs_parsers
 
 RESPONSES = "/v1/responses"
 CHAT = "/v1/chat/completions"
@@ -91,6 +92,7 @@ def test_hosted_tools_are_left_out_and_named(front: FrontEnd, path: str, caplog:
     assert "cannot run here" in line
 
 
+@needs_parsers
 @pytest.mark.parametrize(
     ("tool", "name", "written", "item"),
     [
@@ -148,6 +150,7 @@ def test_namespaces_and_grammars_are_shown_to_the_model(front: FrontEnd) -> None
         assert mark in prompt
 
 
+@needs_parsers
 @pytest.mark.parametrize(
     ("choice", "named"),
     [
@@ -170,6 +173,7 @@ def test_forms_of_tool_choice(front: FrontEnd, choice: Any, named: bool) -> None
     assert (backend.requests[0].sampling.guided_json is not None) is named
 
 
+@needs_parsers
 def test_a_conversation_of_an_agent_is_shown_to_the_model(front: FrontEnd) -> None:
     items: list[dict[str, Any]] = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "MARKDEVELOPER"}]},
@@ -274,6 +278,7 @@ def test_what_agents_send_to_chat_is_accepted(front: FrontEnd, body: dict[str, A
     assert answer.status_code == 200, answer.text
 
 
+@needs_parsers
 def test_custom_tools_of_chat_through_the_official_client() -> None:
     tool: Any = {"type": "custom", "custom": {"name": "apply_patch", "description": "d"}}
     backend = FakeBackend(lambda _: speak("Now." + call("apply_patch", '{"input": "a b"}')))

@@ -14,6 +14,7 @@ from poolgrid.kernel.requests.inference import InferenceRequest
 from tests.frontend.answers import PATHS
 from tests.frontend.fake_backend import FakeBackend, Step, speak
 from tests.frontend.server import application, in_process, post_once, prompt_of
+from tests.installed import needs_parsers
 
 HI = {"role": "user", "content": "hi"}
 
@@ -77,6 +78,7 @@ def test_deferred_tools_do_not_count_before_they_are_found() -> None:
     assert count([*BASE, DEFERRED]) == count(BASE) < count([*BASE, tool("CronCreate")])
 
 
+@needs_parsers
 @pytest.mark.parametrize("conversation", [[HI], searched(FOUND)], ids=["not found", "found"])
 def test_deferred_tool_can_be_called(conversation: list[dict[str, Any]]) -> None:
     response, _ = messages([*BASE, DEFERRED], conversation, text=call_of("CronCreate", {"x": "1"}))
@@ -98,6 +100,7 @@ def test_references_to_other_tools_and_results_beside_them_stay() -> None:
     assert text.count("word-Agent") == 1
 
 
+@needs_parsers
 def test_all_tools_may_be_deferred() -> None:
     response, text = messages([DEFERRED], text=call_of("CronCreate", {"x": "1"}))
     assert "word-CronCreate" not in text
@@ -116,6 +119,7 @@ def custom_tool(**fields: Any) -> dict[str, Any]:
     return {"type": "custom", "name": "apply_patch", "description": "word-apply_patch", **fields}
 
 
+@needs_parsers
 @pytest.mark.parametrize("namespace", [False, True])
 def test_deferred_custom_tool_is_not_in_the_prompt_and_can_be_called(namespace: bool) -> None:
     def placed(*tools: dict[str, Any]) -> list[dict[str, Any]]:
@@ -136,6 +140,7 @@ def test_deferred_custom_tool_is_shown_where_only_a_vendor_could_search_for_it()
     assert "word-apply_patch" in prompt
 
 
+@needs_parsers
 def test_tools_that_a_client_search_found_leave_the_beginning_of_the_prompt_as_it_was() -> None:
     search = {"type": "tool_search", "execution": "client", "description": "Finds tools.", "parameters": {}}
     found = {"type": "function", "name": "cron", "description": "word-cron", "parameters": {"type": "object"}}
@@ -172,6 +177,7 @@ ANTHROPIC_TOOLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@needs_parsers
 @pytest.mark.parametrize(("given", "arguments"), ANTHROPIC_TOOLS, ids=[given["type"] for given, _ in ANTHROPIC_TOOLS])
 def test_tool_of_anthropic_that_the_client_runs_is_shown_and_its_call_comes_by_its_name(
     given: dict[str, Any], arguments: dict[str, Any]
@@ -184,6 +190,7 @@ def test_tool_of_anthropic_that_the_client_runs_is_shown_and_its_call_comes_by_i
     assert ("800 x 600" in text) is (given["type"] == "computer_20250124")
 
 
+@needs_parsers
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "bash"}], ids=["any", "named"])
 def test_choice_that_requires_a_tool_may_be_of_one_that_the_client_runs(choice: dict[str, Any]) -> None:
     def script(request: InferenceRequest) -> list[Step]:
@@ -212,6 +219,7 @@ SHELL = {"commands": ["ls", "pwd"], "timeout_ms": 5, "max_output_length": 100}
 PATCH = {"type": "update_file", "path": "a.py", "diff": "@@\n-a\n+b\n"}
 
 
+@needs_parsers
 @pytest.mark.parametrize(
     ("given", "name", "arguments", "item_type", "field"),
     [

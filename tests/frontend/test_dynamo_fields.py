@@ -68,7 +68,7 @@ def test_a_field_by_dynamos_name_reaches_the_worker(fields: dict[str, Any], samp
     for path, prompt in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": [{"role": "user", "content": "hi"}]})):
         assert post(backend, path, **prompt, **fields).status_code == 200
     for request in backend.requests:
-        assert {name: getattr(request.sampling, name) for name in sampling} == sampling
+        assert {name: request.sampling.value_of(name) for name in sampling} == sampling
 
 
 @pytest.mark.parametrize(("fields", "router"), HINTS)

@@ -18,6 +18,7 @@ from poolgrid.server.frontend.guide_check import WAITING_PER_TENANT_MAX, GuideCh
 from poolgrid.server.frontend.guides import Guide
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
+from tests.installed import needs_parsers
 from tests.wire.test_guide_limits import chain, rules
 
 SHARES = CacheShares(4, 1)
@@ -243,6 +244,7 @@ async def clients(backend: FakeBackend) -> AsyncIterator[Any]:
         yield client
 
 
+@needs_parsers
 async def test_no_poison_of_any_spelling_reaches_a_worker() -> None:
     deep, chat = chain(1000), {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     tool = {"type": "function", "function": {"name": "f", "parameters": deep}}

@@ -306,8 +306,9 @@ def test_sampling_fields_reach_the_router() -> None:
     (request,) = backend.requests
     sampling = request.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (9, 0.5, 0.9, 40)
-    assert (sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.1, 0.1, 0.2)
-    assert (sampling.repetition_penalty, sampling.min_tokens, sampling.logit_bias) == (1.1, 2, {5: -100})
+    penalties = {"presence_penalty": 0.1, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
+    assert sampling.engine_fields == {"min_p": 0.1, **penalties}
+    assert (sampling.min_tokens, sampling.logit_bias) == (2, {5: -100})
     assert (sampling.seed, sampling.logprobs) == (7, 3)
     assert (request.cache_salt, request.priority, request.expected_output_tokens) == ("tenant", 5, 100)
 

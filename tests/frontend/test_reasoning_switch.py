@@ -14,6 +14,7 @@ from poolgrid.server.frontend.reasoning_switch import EFFORTS, switch_of
 from tests.frontend.answers import PATHS, body_for
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import post_once, prompt_of
+from tests.installed import needs_parsers
 
 HEAD = "{% for m in messages %}{{ m.content }}\n{% endfor %}assistant\n"
 THINKS, ANSWERS = "<think>\n", "<think>\n\n</think>\n\n"
@@ -182,6 +183,7 @@ def test_gpt_oss_gets_one_of_its_three_efforts() -> None:
     }  # fmt: skip
 
 
+@needs_parsers
 @pytest.mark.parametrize("fields", OFF[:-1], ids=str)
 def test_reasoning_that_cannot_be_switched_off_is_refused_by_the_name_of_the_field(fields: dict[str, Any]) -> None:
     response, _ = ask(ALWAYS, **fields)
@@ -192,6 +194,7 @@ def test_reasoning_that_cannot_be_switched_off_is_refused_by_the_name_of_the_fie
     assert "always reasons" in error["message"]
 
 
+@needs_parsers
 def test_agents_of_messages_are_served_by_a_model_that_always_reasons_and_the_field_is_named() -> None:
     response, text = ask(ALWAYS, "messages", thinking={"type": "disabled"})
     assert response.status_code == 200
@@ -199,6 +202,7 @@ def test_agents_of_messages_are_served_by_a_model_that_always_reasons_and_the_fi
     assert text.endswith(THINKS)
 
 
+@needs_parsers
 def test_model_that_may_reason_without_a_switch_is_asked_and_the_field_is_named() -> None:
     response, _ = ask(MAYBE, enable_thinking=False)
     assert response.status_code == 200

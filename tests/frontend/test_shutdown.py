@@ -27,7 +27,7 @@ def begins(request: InferenceRequest) -> list[Step]:
 async def test_a_request_that_is_still_prepared_is_answered_503(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     backend = FakeBackend()
     backend.admission = asyncio.Event()
-    server = HttpServer(application(backend), "127.0.0.1", 0, "port", 400.0)
+    server = HttpServer(application(backend, tool_call_parser="none"), "127.0.0.1", 0, "port", 400.0)
     server.start()
     async with httpx.AsyncClient(base_url=server.url) as client:
         asked = asyncio.ensure_future(client.post("/v1/completions", json={**BODY, "stream": stream}))
@@ -44,7 +44,7 @@ async def test_a_request_that_is_still_prepared_is_answered_503(stream: bool, ca
 
 async def test_a_stream_that_nobody_ends_is_ended_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
     backend = FakeBackend(begins)
-    server = HttpServer(application(backend), "127.0.0.1", 0, "port", 400.0)
+    server = HttpServer(application(backend, tool_call_parser="none"), "127.0.0.1", 0, "port", 400.0)
     server.start()
     async with httpx.AsyncClient(base_url=server.url) as client:
         asked = asyncio.ensure_future(client.post("/v1/completions", json={**BODY, "stream": True}))

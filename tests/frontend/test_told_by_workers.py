@@ -16,6 +16,7 @@ from poolgrid.kernel.wire.card import ChatSpec, MediaSpec
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.media.samples import png
 from tests.frontend.server import application, in_process
+from tests.installed import needs_parsers
 
 HI = [{"role": "user", "content": "hi"}]
 SHOUTING = "{{ eos_token }}{% for message in messages %}{{ message.content | upper }}!{% endfor %}"
@@ -46,6 +47,7 @@ async def message(backend: FakeBackend, settings: dict[str, Any] | None = None, 
     return found
 
 
+@needs_parsers
 @pytest.mark.anyio
 async def test_parsers_of_the_cards_read_the_answers_of_that_model() -> None:
     found = await message(told(reasoning_parser="qwen3"))
@@ -67,6 +69,7 @@ AFTER_A_TOOL = [
 ]
 
 
+@needs_parsers
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("closed", "messages", "reasons"),
@@ -94,6 +97,7 @@ async def test_a_parser_of_the_routers_own_wins_and_the_log_says_so(caplog: pyte
     )
 
 
+@needs_parsers
 @pytest.mark.anyio
 async def test_what_cards_say_changes_with_the_workers() -> None:
     backend = told(reasoning_parser="qwen3")
@@ -169,6 +173,7 @@ def test_prompts_of_another_template_are_cut_at_its_own_delimiters() -> None:
     assert TINY.encoder.delimiters != other.delimiters
 
 
+@needs_parsers
 @pytest.mark.anyio
 async def test_the_parsers_that_a_template_shows_are_logged_with_its_marks(caplog: pytest.LogCaptureFixture) -> None:
     template = TURNS.replace("CLOSED", "</seed:think>") + "{# <seed:think> <seed:tool_call> #}"
@@ -181,6 +186,7 @@ async def test_the_parsers_that_a_template_shows_are_logged_with_its_marks(caplo
     )
 
 
+@needs_parsers
 @pytest.mark.anyio
 @pytest.mark.parametrize("named", [True, False])
 async def test_a_template_whose_calls_no_parser_knows_is_reported(

@@ -18,6 +18,7 @@ from poolgrid.server.frontend.access import key_file
 from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
 from tests.frontend.fake_backend import FakeBackend, Step, speak
 from tests.frontend.server import application, in_process, post_once, prompt_of, served_in_thread
+from tests.installed import needs_parsers
 
 ARGUMENTS = '{"city": "Pärïs\u2028"}'
 CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'
@@ -55,6 +56,7 @@ def post(backend: FakeBackend, path: str = "/v1/messages", **body: Any) -> httpx
     return post_once(backend, path, json={"model": "tiny", "messages": HI, **limit, **body})
 
 
+@needs_parsers
 def test_the_client_gets_thinking_text_and_tool_uses_as_blocks(client: anthropic.Anthropic) -> None:
     message = client.messages.create(model="tiny", max_tokens=100, messages=HI, tools=[TOOL], system="Be brief.")
 
@@ -73,6 +75,7 @@ def test_the_client_gets_thinking_text_and_tool_uses_as_blocks(client: anthropic
     assert message.id == f"msg_{message._request_id}"
 
 
+@needs_parsers
 def test_the_clients_streaming_helper_comes_to_the_same_message(client: anthropic.Anthropic) -> None:
     whole = client.messages.create(model="tiny", max_tokens=100, messages=HI, tools=[TOOL])
     with client.messages.stream(model="tiny", max_tokens=100, messages=HI, tools=[TOOL]) as stream:
@@ -95,6 +98,7 @@ def test_the_clients_streaming_helper_comes_to_the_same_message(client: anthropi
     assert len([delta for delta in deltas if delta]) > 3, "arguments come while they are written"
 
 
+@needs_parsers
 @pytest.mark.parametrize(
     ("choice", "calls"), [({"type": "any"}, 1), ({"type": "tool", "name": "get_weather"}, 1), ({"type": "none"}, 0)]
 )
@@ -104,6 +108,7 @@ def test_a_tool_choice_is_kept_to(client: anthropic.Anthropic, choice: Any, call
     assert [use.input for use in uses] == [{"city": "Rome"}] * calls
 
 
+@needs_parsers
 def test_a_stop_sequence_and_the_limit_are_reasons_to_stop(client: anthropic.Anthropic) -> None:
     stopped = client.messages.create(model="tiny", max_tokens=100, messages=HI, stop_sequences=["zzz", "me lo"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "me lo")
@@ -114,6 +119,7 @@ def test_a_stop_sequence_and_the_limit_are_reasons_to_stop(client: anthropic.Ant
     assert client.messages.create(model="tiny", max_tokens=100, messages=HI).stop_reason == "end_turn"
 
 
+@needs_parsers
 def test_tokens_are_counted_as_the_answer_counts_them(client: anthropic.Anthropic) -> None:
     body: Any = {"model": "tiny", "messages": HI, "system": "Be brief.", "tools": [TOOL]}
     counted = client.messages.count_tokens(**body)
@@ -164,6 +170,7 @@ def test_an_answer_goes_on_with_what_the_assistant_has_said_last() -> None:
     assert prompt_of(backend).endswith("The answer is")
 
 
+@needs_parsers
 def test_structured_output_becomes_a_guide_also_beside_tools() -> None:
     wanted = {"type": "json_schema", "schema": {"type": "integer"}}
     for body in ({"output_config": {"format": wanted}}, {"output_format": wanted}):
@@ -175,6 +182,7 @@ def test_structured_output_becomes_a_guide_also_beside_tools() -> None:
     assert backend.requests[0].sampling.structural_tag is not None
 
 
+@needs_parsers
 def test_thinking_switches_the_templates_variable_and_may_be_left_out_of_the_answer() -> None:
     def shown(**body: Any) -> list[str]:
         backend = FakeBackend(lambda _: speak("<think>Hm.</think>Yes."))
@@ -443,6 +451,7 @@ def test_fields_that_ask_for_nothing_here_are_accepted(body: dict[str, Any]) -> 
         assert response.status_code == 200, response.text
 
 
+@needs_parsers
 def test_models_are_listed_as_anthropic_does_for_its_clients(client: anthropic.Anthropic) -> None:
     page = client.models.list()
     model = page.data[0]

@@ -21,6 +21,7 @@ from tests.clock import HandClock
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application, in_process, served_in_thread
 from tests.frontend.weather_tool import TOOL
+from tests.installed import needs_parsers
 
 open_database = response_store._open
 ALICE = Owner("alice", 2)
@@ -53,6 +54,7 @@ def client(backend: FakeBackend) -> Iterator[openai.OpenAI]:
         yield made
 
 
+@needs_parsers
 def test_a_conversation_goes_on_from_the_response_that_is_named(client: openai.OpenAI, backend: FakeBackend) -> None:
     first = client.responses.create(model="tiny", input="The weather", tools=[TOOL], instructions="Be brief.")
     [call] = first.output
@@ -74,6 +76,7 @@ def test_a_conversation_goes_on_from_the_response_that_is_named(client: openai.O
     assert branch.output_text == "Fine."
 
 
+@needs_parsers
 def test_references_are_served_with_the_items_that_they_mean(client: openai.OpenAI, backend: FakeBackend) -> None:
     first = client.responses.create(
         model="tiny", input="The weather", tools=[TOOL], extra_headers={"x-request-id": "in_5"}
@@ -139,6 +142,7 @@ def test_ids_cannot_be_guessed_and_two_requests_of_one_name_are_two_responses(cl
     assert all(each.startswith("resp_mine_") and len(each) > len("resp_mine_") + 20 for each in ids)
 
 
+@needs_parsers
 async def test_errors_name_the_fields_that_a_responses_client_sent() -> None:
     some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
     cases: list[tuple[dict[str, Any], str]] = [

@@ -17,6 +17,7 @@ from poolgrid.server.frontend.prompt_encoder import PromptEncoder
 from tests.frontend.fake_backend import FakeBackend, Step, speak
 from tests.frontend.server import application, in_process, post_once, prompt_of, served_in_thread
 from tests.frontend.weather_tool import TOOL
+from tests.installed import needs_parsers
 
 ARGUMENTS = '{"city": "Pärïs\u2028"}'
 CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'
@@ -46,6 +47,7 @@ def post(backend: FakeBackend, **body: Any) -> httpx.Response:
     return post_once(backend, "/v1/responses", json={"model": "tiny", "input": "hi", **body})
 
 
+@needs_parsers
 def test_the_client_gets_reasoning_text_and_calls_as_items(client: openai.OpenAI) -> None:
     response = client.responses.create(model="tiny", input="hi", tools=[TOOL], instructions="Be brief.")
 
@@ -62,6 +64,7 @@ def test_the_client_gets_reasoning_text_and_calls_as_items(client: openai.OpenAI
     assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
 
 
+@needs_parsers
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_tokens_of_long_reasoning_are_counted_in_a_thread(
     stream: bool, monkeypatch: pytest.MonkeyPatch
@@ -85,6 +88,7 @@ async def test_the_tokens_of_long_reasoning_are_counted_in_a_thread(
     assert thread != threading.get_ident()
 
 
+@needs_parsers
 def test_the_clients_streaming_helper_comes_to_the_same_response(client: openai.OpenAI) -> None:
     whole = client.responses.create(model="tiny", input="hi", tools=[TOOL])
     with client.responses.stream(model="tiny", input="hi", tools=[TOOL]) as stream:

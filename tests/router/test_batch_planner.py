@@ -96,6 +96,15 @@ def test_whoever_can_go_nowhere_keeps_nobody_else() -> None:
     assert placed((requests, replace(prompts, costs=[prompts.costs[0], [inf]])), [0]) == [(0, 0)]
 
 
+def test_a_prompt_that_has_waited_for_long_goes_before_one_that_takes_less() -> None:
+    requests, prompts = waiting([[9000], [1000]])
+    times = prompts.own_ms[0][0] / prompts.own_ms[1][0]
+
+    for waited_ms, first in ((0.0, 1), (999.0 * times, 1), (1001.0 * times, 0)):
+        [(goes, _)] = placed((requests, replace(prompts, waited_ms=[waited_ms, 0.0])), [0])
+        assert goes == first
+
+
 def test_what_is_planned_behind_is_said_for_each_worker() -> None:
     waits = waiting([[30_000], [20_000], [9000]])
 

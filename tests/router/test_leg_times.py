@@ -11,6 +11,7 @@ from poolgrid.kernel.decision.policy import RoutingRequest
 from poolgrid.kernel.decision.stage_plan import DECODE_ROLES, PREFILL_ROLES
 from poolgrid.kernel.projection.leg_times import (
     AWAITED_PER_WORKER_MAX,
+    FORGOTTEN_MS,
     PRIOR_MS_PER_TOKEN,
     TRANSFER_PRIOR,
     LearnedLegTimes,
@@ -93,15 +94,37 @@ def test_a_worker_that_answers_no_more_is_expected_to_take_as_long_again() -> No
 
 def test_a_transfer_is_a_line_over_tokens() -> None:
     learner = Learner()
-    assert learner.times.transfer_ms(0.0) == pytest.approx(TRANSFER_PRIOR[0][1])
+    assert learner.times.transfer_ms(0.0, 0.0) == pytest.approx(TRANSFER_PRIOR[0][1])
     for number in range(200):
         tokens = 1000 + 7000 * (number % 2)
         learner.choose(f"r{number}", tokens, 0.0, Stage.DECODE)
         learner.times.on_first_token(DECODE, f"r{number}", 5.0 + tokens / 1000)
 
-    assert learner.times.transfer_ms(1000.0) == pytest.approx(6.0, abs=6.0)
-    assert learner.times.transfer_ms(8000.0) == pytest.approx(13.0, abs=13.0)
+    assert learner.times.transfer_ms(1000.0, 20.0) == pytest.approx(6.0, abs=6.0)
+    assert learner.times.transfer_ms(8000.0, 20.0) == pytest.approx(13.0, abs=13.0)
     assert learner.prompt_ms(1000.0, 10.0)[1] == 1000 * PRIOR_MS_PER_TOKEN
+
+
+def test_while_a_transfer_is_late_the_next_is_expected_to_take_as_much_longer() -> None:
+    learner = Learner()
+    learner.choose("r", 8900, 0.0, Stage.DECODE)
+    prior_ms = TRANSFER_PRIOR[1][1]
+
+    assert learner.times.transfer_ms(8900.0, 400.0) == pytest.approx(prior_ms)
+    assert learner.times.transfer_ms(8900.0, 5000.0) == pytest.approx(5000.0 + prior_ms)
+
+    learner.times.on_first_token(DECODE, "r", 44_000.0)
+
+    assert learner.times.transfer_ms(8900.0, 44_000.0) > 20_000.0
+
+
+def test_slow_transfers_are_forgotten_so_that_another_is_tried() -> None:
+    learner = Learner()
+    learner.choose("r", 8900, 0.0, Stage.DECODE)
+    learner.times.on_first_token(DECODE, "r", 44_000.0)
+
+    assert learner.times.transfer_ms(8900.0, 44_000.0 + FORGOTTEN_MS) > 20_000.0
+    assert learner.times.transfer_ms(8900.0, 44_001.0 + FORGOTTEN_MS) == pytest.approx(TRANSFER_PRIOR[1][1])
 
 
 @given(st.lists(st.tuples(st.integers(1, 30_000), st.floats(0, 1e5)), max_size=50), st.integers(0, 10**6))
@@ -111,7 +134,7 @@ def test_a_transfer_never_takes_less_than_nothing_nor_less_for_more(seen: list[t
         learner.choose(f"r{number}", moved, 0.0, Stage.DECODE)
         learner.times.on_first_token(DECODE, f"r{number}", ms)
 
-    assert 0.0 <= learner.times.transfer_ms(tokens) <= learner.times.transfer_ms(tokens + 1000)
+    assert 0.0 <= learner.times.transfer_ms(tokens, 1e5) <= learner.times.transfer_ms(tokens + 1000, 1e5)
 
 
 def test_a_release_before_the_first_tokens_event_loses_nothing() -> None:

@@ -21,6 +21,8 @@ TOGETHER = (Role.AGGREGATED,) * 4
 BLOCK = 64
 TCP = TransferModel(latency_ms=30.0, gigabytes_per_s=6.8, bytes_per_token=147_456)
 """As measured with vLLM over NIXL."""
+STUCK = TransferModel(latency_ms=30.0, gigabytes_per_s=0.016, bytes_per_token=114_688)
+"""As measured where NIXL found no way between two processes on one GPU but TCP: 44 s for a prompt."""
 NVLINK = TransferModel(latency_ms=5.0, gigabytes_per_s=100.0, bytes_per_token=147_456)
 
 
@@ -100,6 +102,20 @@ def test_a_killed_prefill_worker_leaves_the_ttft_at_most_twice_as_long() -> None
 
     assert overflow(during) > 1.5 * overflow(before)
     assert overflow(after) == pytest.approx(overflow(before), abs=0.1)
+
+
+def test_where_kv_does_not_arrive_few_requests_wait_for_it() -> None:
+    workload = load(150, 2.0)
+
+    served = play(workload, transfer=STUCK)
+    apart = play(workload, transfer=STUCK, always_two=True)
+
+    reasons = Counter(each.reason for each in served)
+    assert 1 <= reasons["disaggregated"] <= 6, "those that came before the first was late"
+    by_time_ms, apart_ms = (
+        percentile([each.ended_ms - each.request.arrival_ms for each in of], 0.5) for of in (served, apart)
+    )
+    assert by_time_ms < 0.1 * apart_ms
 
 
 def test_without_any_prefill_worker_decode_workers_compute_prompts_until_one_is_back() -> None:

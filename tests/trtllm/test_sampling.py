@@ -37,12 +37,13 @@ def test_defaults_of_openai_are_said_because_the_engines_differ() -> None:
 
 def test_every_given_parameter_arrives() -> None:
     given: dict[str, Any] = {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 5, "frequency_penalty": 0.25,
-        "presence_penalty": -0.25, "repetition_penalty": 1.1, "min_tokens": 3, "ignore_eos": True, "logprobs": 5,
+        "temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": 5, "min_tokens": 3, "ignore_eos": True, "logprobs": 5,
         "prompt_logprobs": 2,
     }  # fmt: skip
-    made = plan(bad_token_ids=(7, 8), **given)
-    assert {name: made.arguments[name] for name in given} == given
+    for_engine = {"min_p": 0.05, "frequency_penalty": 0.25, "presence_penalty": -0.25, "repetition_penalty": 1.1}
+    made = plan(bad_token_ids=(7, 8), engine_fields={**for_engine, "n": 2}, **given)
+    assert {name: made.arguments[name] for name in (*given, *for_engine)} == {**given, **for_engine}
+    assert made.arguments["n"] == 1
     assert made.arguments["bad_token_ids"] == [7, 8]
     assert plan(logit_bias={5: -1.0}).logit_bias == {5: -1.0}
     assert plan(logprobs=0).arguments["logprobs"] == 1

@@ -27,7 +27,7 @@ from poolgrid.kernel.wire.hashing import (
 )
 from poolgrid.kernel.wire.identifiers import Role, Stage
 from poolgrid.kernel.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from poolgrid.kernel.wire.requests import RefusalKind, Routing
+from poolgrid.kernel.wire.requests import Generate, RefusalKind, Routing
 from poolgrid.kernel.wire.sessions import SessionTurn
 from poolgrid.kernel.worker_protocol.engine_numbers import UNLIKELY
 from poolgrid.kernel.worker_protocol.refusal import RefusedError
@@ -98,27 +98,40 @@ async def test_log_probabilities_of_the_first_token_travel_to_the_decode_worker(
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
+def asked(fields: dict[str, Any]) -> Generate:
+    """A request with a seed, or with fields that only the engine reads."""
+    more = fields if "seed" in fields else {"seed": None, "engine_fields": fields}
+    return make_request("r", **more)
+
+
 @pytest.mark.parametrize(
     "given",
     [
         {"seed": 3},
-        {"seed": None, "frequency_penalty": 0.5},
-        {"seed": None, "presence_penalty": 0.5},
-        {"seed": None, "repetition_penalty": 1.1},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1},
     ],
 )
 async def test_what_the_sampler_would_ignore_is_refused_by_name(given: dict[str, Any]) -> None:
     async with running_engine(override_engine_args='{"sampler_type": "TorchSampler"}') as told:
         with pytest.raises(RefusedError, match=f"{list(given)[-1]} is .* sampler_type TRTLLMSampler") as refused:
-            told.engine.submit(make_request("r", **given))
+            told.engine.submit(asked(given))
         assert refused.value.kind is RefusalKind.CANNOT_DO, "another worker's may honour it"
         assert list(given)[-1] in dict(told.engine.inabilities), "and the card says it"
         neutral: dict[str, Any] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-        await told.finish(make_request("s", seed=None, **neutral))
+        await told.finish(asked(neutral))
         await told.finish(make_request("t", temperature=0.0))
     async with running_engine(override_engine_args="") as told:
         assert told.engine.inabilities == ()
-        await told.finish(make_request("r", **given))
+        await told.finish(asked(given))
+
+
+async def test_a_field_that_the_engine_does_not_have_is_refused_by_name() -> None:
+    async with running_engine() as told:
+        with pytest.raises(RefusedError, match=r"quiet is given, and TensorRT-LLM .+ has no such") as refused:
+            told.engine.submit(make_request("r", engine_fields={"min_p": 0.1, "quiet": True}))
+    assert refused.value.kind is RefusalKind.CANNOT_DO, "another worker may have it"
 
 
 async def test_a_guide_is_refused_where_the_engine_has_no_backend_for_it() -> None:

@@ -64,7 +64,7 @@ async def test_what_the_decode_worker_has_is_not_moved_again() -> None:
 
         assert target.router.deltas["b"][0].cached_tokens == 20
         assert await target.metric("poolgrid_worker_kv_present_blocks_total") == 5
-        assert await target.metric("poolgrid_worker_kv_moved_bytes_total") == (6 + 1) * 4 * 131_072
+        assert await target.metric("poolgrid_worker_kv_transfer_bytes_sum") == (6 + 1) * 4 * 131_072
 
 
 async def test_the_role_says_which_stages_are_taken() -> None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from poolgrid.server.process import lifecycle, logs
 from poolgrid.server.process.tasks import supervised
-from poolgrid.server.workers.engines.server.definition import VLLM
+from poolgrid.server.workers.engines.registry import engine_definition
 from poolgrid.server.workers.engines.server.settings import EngineServerSettings
 from poolgrid.server.workers.server_workers import ServerWorkers
 from poolgrid.server.workers.settings import WorkerProcessSettings
@@ -22,7 +22,10 @@ PATIENCE_S = 120.0
 
 
 def settings_of(*urls: str, **given: object) -> EngineServerSettings:
-    return VLLM.settings.model_validate({"worker_id": "w", "engine_url": urls, **given})
+    settings: EngineServerSettings = engine_definition("vllm").settings.model_validate(
+        {"worker_id": "w", "engine_url": urls, **given}
+    )
+    return settings
 
 
 class Lives:

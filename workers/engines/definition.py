@@ -112,7 +112,7 @@ class EngineDefinition(Generic[S]):
     """Text of the page of settings above its table."""
     tables: tuple[type[Settings], ...] = ()
     """The settings classes of that table, where it is more than ``settings``."""
-    server_kind: Callable[[], ServerKind] | None = None
+    server_kind: ServerKind | None = None
     """How its server is recognised, where it runs in one that is asked over HTTP."""
     serves: Callable[[S], tuple[str, str]] = lambda settings: ("", "")
     """Model and role that the worker will have, as far as the settings have them; shown while it loads."""

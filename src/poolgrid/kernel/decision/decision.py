@@ -319,6 +319,11 @@ class DecisionLog:
             decision.realised_ttft_ms = ttft_ms
         return decision
 
+    @property
+    def oldest_ms(self) -> int | None:
+        """When the oldest that is kept was made; ``None`` = none is kept."""
+        return next((each.time_ms for each in self._decisions.values()), None)
+
     def newest(self, limit: int) -> list[Decision]:
         return list(islice(reversed(self._decisions.values()), limit))
 

@@ -7,7 +7,9 @@ Rules
     2. What is missing in a worker's sums is filled up with the pool's rate, so a worker without requests for
        long is tried again.
     3. A transfer takes from the choice of the decode worker until its first token: a straight line over the tokens
-       that move, through what was observed and ``TRANSFER_PRIOR``.
+       that move, through what was observed and ``TRANSFER_PRIOR``. Where one is late beyond doubt, the next takes as
+       much longer. After ``FORGOTTEN_MS`` without any the prior holds again: else a pool whose transfers were slow for
+       a while would never have another.
     4. It is a fold like the projection that it belongs to: choices, events and their times decide, nothing else.
 """
 
@@ -45,6 +47,10 @@ would make no line."""
 
 LATE_MS: Final = 250.0
 """How much later than expected a first token may come before its worker counts as late: a full step may have begun."""
+
+FORGOTTEN_MS: Final = 300_000.0
+"""After this time without a transfer those before it count no more. Then some requests try it: those that come until
+the first is late."""
 
 AWAITED_PER_WORKER_MAX: Final = 1024
 """More than an engine runs. Beyond, the oldest is no longer awaited."""
@@ -92,6 +98,8 @@ class TransferLine(msgspec.Struct, array_like=True):
     ms: float = 0.0
     tokens_squared: float = 0.0
     tokens_ms: float = 0.0
+    seen_ms: float = 0.0
+    """When the last one came to its end."""
 
     def add(self, tokens: float, ms: float, kept: float = KEPT, weight: float = 1.0) -> None:
         self.count = self.count * kept + weight
@@ -100,9 +108,9 @@ class TransferLine(msgspec.Struct, array_like=True):
         self.tokens_squared = self.tokens_squared * kept + weight * tokens * tokens
         self.tokens_ms = self.tokens_ms * kept + weight * tokens * ms
 
-    def at(self, tokens: float) -> float:
+    def at(self, tokens: float, now_ms: float) -> float:
         """Return the milliseconds of a transfer of so many tokens: never falling, never below 0."""
-        line = msgspec.structs.replace(self)
+        line = TransferLine() if now_ms - self.seen_ms > FORGOTTEN_MS else msgspec.structs.replace(self)
         for prior_tokens, prior_ms in TRANSFER_PRIOR:
             line.add(prior_tokens, prior_ms, 1.0, PRIOR_WEIGHT)
         spread = line.tokens_squared - line.tokens * line.tokens / line.count
@@ -158,8 +166,16 @@ class LearnedLegTimes(Observer):
             break
         return max(0.0, queue_ms), tokens * rate
 
-    def transfer_ms(self, tokens: float) -> float:
-        return self._transfer.at(tokens)
+    def transfer_ms(self, tokens: float, now_ms: float) -> float:
+        """Return how long the KV of so many tokens takes to the first token of a decode worker."""
+        late_ms = 0.0
+        for known in self._workers.values():
+            for oldest in known.transfers.values():
+                waited_ms = now_ms - oldest.chosen_ms
+                if waited_ms > self._transfer.at(oldest.tokens, now_ms) + LATE_MS:
+                    late_ms = max(late_ms, waited_ms)
+                break
+        return late_ms + self._transfer.at(tokens, now_ms)
 
     # -- choices and facts -----------------------------------------------------------------------------------------
 
@@ -185,6 +201,7 @@ class LearnedLegTimes(Observer):
         moved = known.transfers.pop(request_id, None)
         if moved is not None:
             self._transfer.add(moved.tokens, max(0.0, now_ms - moved.chosen_ms))
+            self._transfer.seen_ms = now_ms
             return
         computed = known.prompts.pop(request_id, None)
         if computed is not None:

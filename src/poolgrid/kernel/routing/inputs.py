@@ -57,7 +57,7 @@ class WorkerWanted(msgspec.Struct, frozen=True, gc=False):
     behind: Mapping[WorkerKey, int] = _NO_COUNTS
     """Requests that wait at the router, to be computed behind this one, by worker; for policies that plan."""
     queued_ms: float = 0.0
-    """How long it has waited at the router; for the record, changes nothing."""
+    """How long it has waited at the router; changes its turn among those that wait, not where it goes."""
 
 
 class TurnOffered(msgspec.Struct, frozen=True, gc=False):

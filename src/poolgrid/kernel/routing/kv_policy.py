@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import ceil, floor
 from struct import pack
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
 from poolgrid.kernel.decision.policy import (
     EXPECTED_MS,
@@ -28,6 +30,8 @@ from poolgrid.kernel.routing.engine_times import EngineKind, Engines, FewEngines
 from poolgrid.kernel.routing.learned_speeds import ARRIVALS_MEMORY_MS, LearnedSpeeds
 from poolgrid.kernel.routing.selector import Selector
 from poolgrid.kernel.wire.identifiers import Stage
+
+T = TypeVar("T")
 
 TARGET_MARGIN = 1.25
 """By how much a first token may be later than expected and still be within its target."""
@@ -55,13 +59,24 @@ FEW_REQUESTS: Final = 1.0 / ARRIVALS_MEMORY_MS
 """What is no share yet: a single request of late."""
 
 UNCACHED_TOKENS: Final = "uncached_tokens"
-TERMS: Final[tuple[str, ...]] = (
-    UNCACHED_TOKENS, EXPECTED_MS, OWN_MS, "joined_ms", "crowding_ms", PACE, "decoding_ms", "again_ms", "next_ms",
-)  # fmt: skip
 
 DECODING_WORTH: Final = 0.01
 """What a millisecond is worth by which the streams of a worker stand still: each spreads it over about a hundred tokens
 that are still to come, so these are milliseconds of ITL. At a tenth, mean TTFT of the trace at ×7 is 6 % higher."""
+
+
+class CostTerms(msgspec.Struct, Generic[T], gc=False):
+    """The terms of a choice in their order, a column of each."""
+
+    uncached_tokens: T
+    expected_ttft_ms: T
+    own_ms: T
+    joined_ms: T
+    crowding_ms: T
+    pace: T
+    decoding_ms: T
+    again_ms: T
+    next_ms: T
 
 
 class KvAware:
@@ -186,15 +201,24 @@ def _costs(
     is_free = ((loads <= even) & (candidates.prefill_tokens == 0.0)).any()
     following = np.where(is_free, next_worth * engines.typical_ms * above, 0.0)
     others = own + joined + crowding + decoding + again + following
-    columns = (uncached, expected, own, joined, crowding, paces, decoding, again, following)
-    terms = dict(zip(TERMS, columns, strict=True))
+    terms = CostTerms(
+        uncached_tokens=uncached,
+        expected_ttft_ms=expected,
+        own_ms=own,
+        joined_ms=joined,
+        crowding_ms=crowding,
+        pace=paces,
+        decoding_ms=decoding,
+        again_ms=again,
+        next_ms=following,
+    )
     costs = expected + others
     wanted = np.array([[each.ttft_target_ms] for each in requests])
     if wanted.any():
         # In time is in time: what counts then is the others, and of those in time the place that is worth least.
         late = np.maximum(0.0, expected * TARGET_MARGIN - wanted)
         costs = np.where(wanted > 0.0, EARLY_WORTH * expected + others + LATE_WORTH * late, costs)
-    return costs, terms
+    return costs, msgspec.structs.asdict(terms)
 
 
 def _even_load(loads: float, workers: int) -> tuple[float, float]:
@@ -297,22 +321,23 @@ def _choice_of_few(request: RoutingRequest, candidates: Candidates, engines: Few
         return Choice(row, reason, tuple(steps), terms)
     prompts, crowding, again, following, costs = _costs_of_few(request, candidates, engines)
     row, reason = lowest(costs, request)
-    columns = [
-        *[prompt.uncached_tokens for prompt in prompts],
-        *[prompt.expected_ms for prompt in prompts],
-        *[prompt.own_ms for prompt in prompts],
-        *[prompt.joined_ms for prompt in prompts],
-        *crowding,
-        *[prompt.pace for prompt in prompts],
-        *[prompt.decoding_ms for prompt in prompts],
-        *again,
-        *following,
-    ]
-    names = TERMS
+    named = CostTerms(
+        uncached_tokens=[prompt.uncached_tokens for prompt in prompts],
+        expected_ttft_ms=[prompt.expected_ms for prompt in prompts],
+        own_ms=[prompt.own_ms for prompt in prompts],
+        joined_ms=[prompt.joined_ms for prompt in prompts],
+        crowding_ms=crowding,
+        pace=[prompt.pace for prompt in prompts],
+        decoding_ms=[prompt.decoding_ms for prompt in prompts],
+        again_ms=again,
+        next_ms=following,
+    )
+    names, columns = named.__struct_fields__, astuple(named)
     if candidates.behind is not None:
-        names = (*TERMS, "behind_ms")
-        columns += [each * prompt.pace * prompt.own_ms for each, prompt in zip(candidates.behind, prompts, strict=True)]
-    terms = TermsOfFew(names, pack(f"{len(columns)}d", *columns))
+        names = (*names, "behind_ms")
+        behind = [each * prompt.pace * prompt.own_ms for each, prompt in zip(candidates.behind, prompts, strict=True)]
+        columns = (*columns, behind)
+    terms = TermsOfFew(names, pack(f"{len(names) * len(prompts)}d", *chain.from_iterable(columns)))
     return Choice(row, reason, tuple(costs), terms, prompts[row])
 
 

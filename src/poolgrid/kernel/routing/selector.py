@@ -189,7 +189,7 @@ class Selector:
         prefill, _ = self._prompt_workers(wanted, PREFILL_ROLES, times)
         if not whole and not prefill:
             return wanted, None
-        legs = choose_legs(one_leg(whole), two_legs(prefill, times.transfer_ms(uncached_tokens)))
+        legs = choose_legs(one_leg(whole), two_legs(prefill, times.transfer_ms(uncached_tokens, wanted.now_ms)))
         leg = spec_of(legs)
         if request.stage is not leg.stage:
             request = replace(request, stage=leg.stage)

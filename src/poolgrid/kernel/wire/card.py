@@ -7,13 +7,12 @@ and the worker's own start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from poolgrid.kernel.output_formats import CALL_NAMES, REASONING_NAMES, call_aliases, reasoning_aliases
 from poolgrid.kernel.wire.addresses import PORT_MAX, http_url_problem, ip_endpoint_problem, zmq_endpoint_problem
 from poolgrid.kernel.wire.hashing import HASH_SPEC, stable_u64
 from poolgrid.kernel.wire.identifiers import U32, Identifier, Role, Text
@@ -52,7 +51,7 @@ def unmet(sampling: Sampling, inabilities: Iterable[Inability]) -> tuple[str, st
             if sampling.guide:
                 return sampling.guide, f"{sampling.guide} is set, {why}"
             continue
-        value = getattr(sampling, name, None)
+        value = sampling.value_of(name)
         if value is None or value == NEUTRAL.get(name) or (name == "seed" and is_greedy(sampling)):
             continue
         return name, f"{name} is {value}, {why}"
@@ -63,37 +62,6 @@ def common(cards: Iterable[Sequence[Inability]]) -> tuple[Inability, ...]:
     """Return what none of several workers can do, in the words of the first."""
     first, *others = cards
     return tuple(each for each in first if all(any(each[0] == name for name, _ in other) for other in others))
-
-
-AUTO = "auto"
-"""Not given: what the workers name, else what the template and the vocabulary show."""
-
-REASONING_PARSERS: tuple[str, ...] = (AUTO, "none", *REASONING_NAMES)
-TOOL_CALL_PARSERS: tuple[str, ...] = (AUTO, "none", *CALL_NAMES)
-
-if TYPE_CHECKING:
-    ReasoningParser = str
-    ToolCallParser = str
-else:
-    ReasoningParser = Literal[REASONING_PARSERS]
-    ToolCallParser = Literal[TOOL_CALL_PARSERS]
-
-
-def reasoning_parser_name(given: object) -> object:
-    """Return a parser's name as it is written here: other engines have others for the same format, or write hyphens."""
-    return _parser_name(given, REASONING_PARSERS, reasoning_aliases)
-
-
-def tool_call_parser_name(given: object) -> object:
-    """Return a parser's name as it is written here: other engines have others for the same format, or write hyphens."""
-    return _parser_name(given, TOOL_CALL_PARSERS, call_aliases)
-
-
-def _parser_name(given: object, names: Collection[str], aliases: Callable[[], Mapping[str, str]]) -> object:
-    if not isinstance(given, str):
-        return given
-    name = given.replace("-", "_")
-    return name if name in names else aliases().get(name, name)
 
 
 Length = Annotated[int, Meta(ge=1, le=65_536)]
@@ -162,9 +130,8 @@ class ChatSpec(msgspec.Struct, array_like=True, frozen=True):
     """How chats with a model are written and read, where its workers were configured; empty = the routers find out."""
 
     reasoning_parser: Identifier = ""
-    """``poolgrid.kernel.wire.card.ReasoningParser`` but for ``auto``."""
+    """Name of a format, or ``none``; routers that do not know it say so, and go by the template."""
     tool_call_parser: Identifier = ""
-    """``poolgrid.kernel.wire.card.ToolCallParser`` but for ``auto``."""
     chat_template: Annotated[str, Meta(max_length=CHAT_TEMPLATE_CHARS_MAX)] = ""
     """Source in Jinja, in place of the model's own. Of several ranks of a worker the first has it."""
 
@@ -302,18 +269,11 @@ def card_problem(card: WorkerCard) -> str | None:
     names = [("model", card.model, True), ("engine", card.engine, False), ("endpoint_name", card.endpoint_name, False)]
     names += [(f"loras[{position}]", lora, True) for position, lora in enumerate(card.loras)]
     names += [(f"aliases[{position}]", alias, True) for position, alias in enumerate(card.aliases)]
+    names += [(f"chat.{field}", getattr(card.chat, field), False) for field in ("reasoning_parser", "tool_call_parser")]
     for field, name, needed in names:
         problem = name_problem(f"the card's {field}", name, needed)
         if problem is not None:
             return problem
-    chat = card.chat
-    for field, name, known in (
-        ("reasoning_parser", chat.reasoning_parser, REASONING_PARSERS),
-        ("tool_call_parser", chat.tool_call_parser, TOOL_CALL_PARSERS),
-    ):
-        if name and (name == AUTO or name not in known):
-            allowed = ", ".join(each for each in known if each != AUTO)
-            return f"the card's chat.{field} is {shown_value(name)}, allowed are {allowed}, and empty"
     problem = _times_problem("prefill", card.step_times.prefill, 0.0, float("inf")) or _times_problem(
         "decode", card.step_times.decode, 0.0, 1.0
     )

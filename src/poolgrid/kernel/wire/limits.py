@@ -154,6 +154,9 @@ REFUSAL_REASONS_MAX = 256
 RENEWALS_MAX = 65_536
 """Reservations in one ``Renew``; the sender splits."""
 
+ENGINE_FIELDS_MAX = 64
+"""Fields of a request that only its engine reads; engines have some forty in all."""
+
 DRAIN_TIMEOUT_MS_MAX = 86_400_000
 """Longest drain time of a worker: a day, in which the longest answer ends."""
 

@@ -7,7 +7,7 @@ holding the new tokens of all that peer's requests. Token ids are u32 little-end
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +27,7 @@ from poolgrid.kernel.wire.limits import (
     ANSWERS_TOGETHER_MAX,
     BAD_TOKENS_MAX,
     DRAIN_TIMEOUT_MS_MAX,
+    ENGINE_FIELDS_MAX,
     FORWARDS_TOGETHER_MAX,
     GUIDE_BYTES_MAX,
     GUIDE_CHOICES_MAX,
@@ -61,11 +62,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     temperature: float | None = None
     top_p: float | None = None
     top_k: U32 | None = None
-    min_p: float | None = None
     seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
     min_tokens: U32 = 0
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
@@ -86,6 +83,14 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Alternatives to report per prompt token, as ``logprobs`` for generated ones."""
     logits_processors: Annotated[tuple[LogitsProcessorCall, ...], Meta(max_length=LOGITS_PROCESSORS_MAX)] = ()
     """Run one after the other on the logits of each token."""
+    engine_fields: (
+        Annotated[dict[Identifier, bool | int | float | Identifier], Meta(max_length=ENGINE_FIELDS_MAX)] | None
+    ) = None
+    """What nothing but the engine reads, by the names that clients and engines give it."""
+
+    def value_of(self, name: str) -> Any:
+        """Return what a field says, which may be one of ``engine_fields``; ``None`` = nothing."""
+        return getattr(self, name, (self.engine_fields or {}).get(name))
 
     @property
     def guide(self) -> str:

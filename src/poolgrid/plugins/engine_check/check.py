@@ -12,7 +12,7 @@ from poolgrid.plugins.engine_check.core.probe_plan import PlanLimits, plan
 from poolgrid.plugins.engine_check.core.transfer_rules import transfer_totals
 from poolgrid.plugins.engine_check.listening import Listener
 from poolgrid.plugins.engine_check.server import EngineServer
-from poolgrid.plugins.engine_check.settings import EngineCheckSettings
+from poolgrid.plugins.engine_check.settings import AUTO, EngineCheckSettings
 from poolgrid.server.process.clock import Clock
 from poolgrid.server.workers.engines.registry import server_kinds
 from poolgrid.server.workers.engines.server.core.server_facts import ServerFacts
@@ -35,7 +35,7 @@ def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> ServerStatemen
     """Return the start of a check: the server's facts, with options in their place."""
     listed = any(source.endpoint for source in facts.sources)
     return ServerStatement(
-        facts.kind if settings.engine == "auto" else settings.engine,
+        facts.kind if settings.engine == AUTO else settings.engine,
         facts.model,
         facts.version,
         settings.kv_block_size or facts.block_size,

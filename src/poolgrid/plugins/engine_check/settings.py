@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
 from poolgrid.server.process.settings import InputFile, Settings, ZmqEndpoint
+from poolgrid.server.workers.engines.registry import server_kinds
 
 SOURCES_MAX = 256
 """Endpoints that are followed at a time: more ranks than a server has."""
 
 Name = Annotated[str, StringConstraints(max_length=256)]
+
+
+AUTO = "auto"
+
+if TYPE_CHECKING:
+    KindName = str
+else:
+    KindName = Literal[(AUTO, *(name for name, kind in server_kinds().items() if kind.owned_by))]
 
 
 class EngineCheckSettings(Settings):
@@ -21,9 +30,7 @@ class EngineCheckSettings(Settings):
     panel: ClassVar[str] = "Check"
 
     url: str = Field("", max_length=2048, description="Check the engine server at this URL, http://HOST:PORT.")
-    engine: Literal["auto", "vllm", "sglang", "trtllm-serve"] = Field(
-        "auto", description="Set the kind of the server; auto = detect it."
-    )
+    engine: KindName = Field(AUTO, description="Set the kind of the server; auto = detect it.")
     kv_events_endpoint: tuple[ZmqEndpoint, ...] = Field(
         (),
         max_length=SOURCES_MAX,

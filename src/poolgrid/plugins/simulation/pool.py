@@ -309,7 +309,8 @@ class SimulatedPool:
             session="" if request.session is None else request.session.session_id,
             is_later=not self._tails.isdisjoint(request.path),
         )
-        return WorkerWanted(routing, request.path, now, int(now), unavailable, behind=behind)
+        queued_ms = now - request.arrival_ms
+        return WorkerWanted(routing, request.path, now, int(now), unavailable, behind=behind, queued_ms=queued_ms)
 
     def _choose(
         self, router: int, request: SimulatedRequest, now: float, unavailable: Mapping[WorkerKey, str]

@@ -90,6 +90,7 @@ class TrtllmCalls:
         self._guide_backend: str | None = arguments.values.get("guided_decoding_backend") or None
         self.inabilities = inabilities(library.version, arguments.values)
         self._accepted = parameters_of(llm.generate_async)
+        self._sampling_parameters = parameters_of(library.sampling_params)
         self._conversations = library.conversation_params if "conversation_params" in self._accepted else None
         self._by_tokens = uses_kvbm(arguments.values)
         self._orders = "priority" in self._accepted and orders_by_priority(llm)
@@ -134,6 +135,9 @@ class TrtllmCalls:
             )
         seed = None if request.multimodal is None else self._name_media(request, salt)
         sampling = plan_sampling(request, self._eos_token_ids, self._guide_backend, self.inabilities)
+        for name in request.sampling.engine_fields or ():
+            if name not in self._sampling_parameters:
+                raise UnableError(f"{name} is given, and TensorRT-LLM {self.library.version} has no such parameter")
         plan = RequestPlan(sampling, adapter, salt, seed)
         self._processors.check(request)
         self.roots.note(request.token_ids, routing.lora_name, None if adapter is None else adapter.number, salt)

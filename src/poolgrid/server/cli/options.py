@@ -32,6 +32,9 @@ Decorated = Callable[..., Any]
 SETTINGS_FILE = "settings_file"
 """Names the option that reads settings from a file."""
 
+NAMES_MAX = 3
+"""Choices that a help text names in one place; more are "others", so that a further one changes no text."""
+
 
 def option_name(field: str, renamed: Mapping[str, str] | None = None) -> str:
     """Return the option of a settings field."""
@@ -240,11 +243,11 @@ def _shared_option(
     kinds = {_plain_type(field.annotation)[0] for field in by_choice.values()}
     if len(kinds) > 1:
         raise TypeError(f"making options: {name} has several types ({kinds}), allowed is one")
-    text = "; ".join(f"{', '.join(engines)}: {each}" for each, engines in texts.items()) + "."
+    text = "; ".join(f"{names}: {each}" for each, names in _with_others(texts)) + "."
     if len(texts) == 1:
         text = first.description or ""
     engines = {each: [chosen for chosen, of in shown.items() if of == each] for each in shown.values()}
-    default = ", ".join(f"{each or 'none'} ({', '.join(names)})" for each, names in engines.items())
+    default = ", ".join(f"{each or 'none'} ({names})" for each, names in _with_others(engines))
     return _option(
         name,
         first,
@@ -253,6 +256,16 @@ def _shared_option(
         panel=panel,
         is_basic=is_basic,
     )
+
+
+def _with_others(groups: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """Return groups with their names in one text; the largest, where it has more than ``NAMES_MAX``, last as others."""
+    largest = max(groups.values(), key=len)
+    others = largest if len(largest) > NAMES_MAX else None
+    return [
+        (each, "others" if names is others else ", ".join(names))
+        for each, names in sorted(groups.items(), key=lambda group: group[1] is others)
+    ]
 
 
 def _option(

@@ -31,12 +31,33 @@ def refused(reason: str, *inert: object) -> Meta:
     return Meta(extra={"refused": reason, "inert": inert}, extra_json_schema=described)
 
 
+FOR_ENGINE = Meta(extra={"for_engine": True})
+"""Marks a field that only the engine reads: it goes there as it is, under its name."""
+
+
 def words_at(body: type, path: str) -> str | None:
     """Return what is allowed at a path of a body, such as ``messages[0].role``; ``None`` when its type does not say."""
     found: list[kinds.Type] = [_type_info(body)]
     for step in _STEP.finditer(path):
         found = [inner for each in found for inner in _inside(each, step[1])]
     return next((words for each in found if (words := _words(each)) is not None), None)
+
+
+@cache
+def engine_fields(body: type) -> tuple[str, ...]:
+    """Return the fields of a body that are marked with ``FOR_ENGINE``."""
+    info = _type_info(body)
+    assert isinstance(info, kinds.StructType), "bodies are structs"
+    return tuple(field.name for field in info.fields if _is_for_engine(field.type))
+
+
+def _is_for_engine(kind: kinds.Type) -> bool:
+    match kind:
+        case kinds.Metadata(type=inner, extra=extra):
+            return "for_engine" in (extra or {}) or _is_for_engine(inner)
+        case kinds.UnionType(types=types):
+            return any(map(_is_for_engine, types))
+    return False
 
 
 @cache

@@ -11,13 +11,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind, joined_pieces
 from poolgrid.server.frontend.guides import Guide
-from poolgrid.server.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, joined_pieces
-from poolgrid.server.frontend.parsers.values import JSON_NAMES
 
 _SCALAR: Final = re.compile(r"-?\d*(\.\d*)?([eE][+-]?\d*)?\s*")
 """How a JSON number begins; a string, an object or a list is recognized by the parser itself."""
 
+_NAMES: Final = ("true", "false", "null")
 _DIGITS: Final = re.compile(r"\d+")
 _SPACE: Final = re.compile(r"\s+")
 
@@ -57,7 +57,7 @@ class _Scalar:
     def fits(self, text: str) -> bool:
         self._begun = _DIGITS.sub("0", _SPACE.sub(" ", self._begun + text)).lstrip()
         word = self._begun.rstrip()
-        return any(name.startswith(word) for name in JSON_NAMES) or _SCALAR.fullmatch(self._begun) is not None
+        return any(name.startswith(word) for name in _NAMES) or _SCALAR.fullmatch(self._begun) is not None
 
 
 class GuidedAnswer:

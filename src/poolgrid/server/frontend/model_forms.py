@@ -15,21 +15,27 @@ Rules
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from poolgrid.kernel.requests.inference import ServedModel
 from poolgrid.kernel.wire.card import ChatSpec, shown_value
 from poolgrid.server.frontend.chat_template import TemplateFailure
-from poolgrid.server.frontend.parsers.formats import AUTO, OutputFormat, turn_beginning
+from poolgrid.server.frontend.model_parsers import MISSING, PLAIN_TEXT, ModelParsers, choose_parsers
 from poolgrid.server.frontend.prompt_model import PromptModel, PromptModels
-from poolgrid.server.frontend.reasoning_switch import NO_SWITCH, ReasoningSwitch, always_reasons, switch_of
+from poolgrid.server.frontend.reasoning_switch import NO_SWITCH, ReasoningSwitch, switch_of
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.frontend.template_probes import capabilities_of
+from poolgrid.server.process.parser_names import AUTO
 
 log: Final = logging.getLogger(__name__)
+
+TURN_BEGINNING_CHARS: Final = 32
+"""Longest end of a prompt that is compared: the marks of a role, and of reasoning."""
+
+_PROBE: Final = "probe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class ModelForm:
     """What the workers' cards name."""
     model: PromptModel
     """The model with the template that is in force."""
-    format: OutputFormat
+    format: ModelParsers
     switch: ReasoningSwitch = NO_SWITCH
     tool_switch: ReasoningSwitch = NO_SWITCH
     """Of the template for requests with tools."""
@@ -104,24 +110,25 @@ class ModelForms:
                     capabilities_of(template, has_tools)  # found out now, so that no request waits for it
         own_reasoning, own_tools = settings.reasoning_parser, settings.tool_call_parser
         source, added = template_source(model), model.added_tokens()
+        turn_beginnings = _turn_beginnings(model)
         try:
-            found = OutputFormat.choose(
+            found = choose_parsers(
                 _chosen("reasoning-parser", own_reasoning, chat.reasoning_parser, base.name),
                 _chosen("tool-call-parser", own_tools, chat.tool_call_parser, base.name),
                 source,
                 added,
+                turn_beginnings,
             )
         except ValueError as error:
             log.error("the parsers of model %r that its workers were given are not used: %s", base.name, error)
-            found = OutputFormat.choose(own_reasoning, own_tools, source, added)
+            found = choose_parsers(own_reasoning, own_tools, source, added, turn_beginnings)
         _log_parsers(base.name, found, source, own_reasoning == AUTO, own_tools == AUTO)
-        found = replace(found, turn_beginnings=_turn_beginnings(model))
         switch = switch_of(model.template)
         tool_switch = switch if model.tool_template is None else switch_of(model.tool_template)
-        return ModelForm(base, chat, model, found, switch, tool_switch, always_reasons(found))
+        return ModelForm(base, chat, model, found, switch, tool_switch, found.always_reasons)
 
 
-def _log_parsers(model: str, found: OutputFormat, source: str, any_reasoning: bool, any_tools: bool) -> None:
+def _log_parsers(model: str, found: ModelParsers, source: str, any_reasoning: bool, any_tools: bool) -> None:
     log.info(
         "model %r: reasoning parser %s, tool-call parser %s",
         model,
@@ -132,7 +139,11 @@ def _log_parsers(model: str, found: OutputFormat, source: str, any_reasoning: bo
         ("--reasoning-parser", found.reasoning, any_reasoning, "reasoning_content"),
         ("--tool-call-parser", found.tools, any_tools, "tool_calls"),
     ):
-        if not name and is_auto and message_field in source:
+        if name or not is_auto or message_field not in source:
+            continue
+        if found is PLAIN_TEXT:
+            log.warning("model %r: its chat template has %s, which stay content: %s", model, message_field, MISSING)
+        else:
             log.warning(
                 "model %r: its chat template has %s in a format that no parser shows: they stay content. %s names a "
                 "parser, or none to keep it so",
@@ -157,8 +168,14 @@ def _turn_beginnings(model: PromptModel) -> tuple[str, ...]:
     for template in (model.template, model.tool_template):
         if template is not None:
             with suppress(TemplateFailure):
-                found.add(turn_beginning(template.render))
+                found.add(_turn_beginning(template.render))
     return tuple(sorted(found - {""}))
+
+
+def _turn_beginning(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
+    """Return what a template writes between a user's message and the answer; empty where it does not render one."""
+    after = render([{"role": "user", "content": _PROBE}]).rpartition(_PROBE)[2]
+    return after.rstrip()[-TURN_BEGINNING_CHARS:]
 
 
 def _chosen(option: str, own: str, of_workers: str, model: str) -> str:

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
+from poolgrid.server.frontend.custom_calls import CustomCalls
 from poolgrid.server.frontend.guided_answers import guided_answer
-from poolgrid.server.frontend.parsers.custom_calls import CustomCalls
-from poolgrid.server.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
 from poolgrid.server.frontend.prepared_request import AnswerStart, PreparedRequest, Prompt
 from poolgrid.server.frontend.request_body import base_name
 from poolgrid.server.frontend.responses import AnswerEncoder, encode_text

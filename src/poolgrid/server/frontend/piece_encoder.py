@@ -1,6 +1,6 @@
 """What the encoders of answers share that are made of typed parts: messages of blocks, responses of items.
 
-The text of an answer is taken apart into pieces (``poolgrid.server.frontend.parsers``). A part is a stretch of one
+The text of an answer is taken apart into pieces (``model_parsers``). A part is a stretch of one
 kind: reasoning, text, a call. It opens, grows by deltas, and closes when the next opens or the answer ends. What events
 that makes, and what the whole answer looks like, is each API's own.
 """
@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from poolgrid.kernel.wire.identifiers import name_of
-from poolgrid.server.frontend.parsers.pieces import AnswerPiece, PieceKind, taken_apart
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, PieceKind, taken_apart
 from poolgrid.server.frontend.prepared_request import AnswerStart
 from poolgrid.server.frontend.responses import AnswerEncoder
 from poolgrid.server.frontend.sequence_output import PlacedLogprobs, SequenceOutput

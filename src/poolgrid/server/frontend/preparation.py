@@ -10,7 +10,6 @@ from poolgrid.server.frontend.guides import Guide, guide_of
 from poolgrid.server.frontend.media.conversation import find_media
 from poolgrid.server.frontend.message_adaptation import CONTENT, FUNCTION_CALL, ROLE, TOOL_CALLS, write_as_tool_calls
 from poolgrid.server.frontend.model_forms import ModelForm, ModelForms, template_source
-from poolgrid.server.frontend.parsers.formats import ToolUse
 from poolgrid.server.frontend.prepared_request import PreparedRequest
 from poolgrid.server.frontend.prompt_model import PromptModel, PromptModels
 from poolgrid.server.frontend.prompts import check_vocabulary, count_prompts
@@ -31,6 +30,7 @@ from poolgrid.server.frontend.session_fields import (
     keep_ms_of,
 )
 from poolgrid.server.frontend.settings import FrontendSettings
+from poolgrid.server.frontend.tool_use import ToolUse
 from poolgrid.server.frontend.tools import NO_TOOLS, beside_calls, plain_choice, read_tools, tool_use
 
 CHOICES_MAX = 128

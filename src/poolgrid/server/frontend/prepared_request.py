@@ -12,14 +12,15 @@ from poolgrid.kernel.requests.inference import CacheDomain, ServedModel
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES
 from poolgrid.kernel.wire.multimodal import MediaItem, MultimodalInput
 from poolgrid.kernel.wire.requests import KvRetention
+from poolgrid.server.frontend.answer_pieces import OutputParser
 from poolgrid.server.frontend.guides import Guide
 from poolgrid.server.frontend.media.references import MediaReference
-from poolgrid.server.frontend.parsers.formats import OutputFormat, ToolUse
-from poolgrid.server.frontend.parsers.pieces import OutputParser
+from poolgrid.server.frontend.model_parsers import ModelParsers
 from poolgrid.server.frontend.prompt_encoder import Lookup
 from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.responses import AnswerEncoder
 from poolgrid.server.frontend.schema import ChatBody, CompletionBody, InferenceBody
+from poolgrid.server.frontend.tool_use import ToolUse
 from poolgrid.server.frontend.tools import NO_TOOLS, CallIds, Tools
 
 
@@ -112,7 +113,7 @@ class PreparedRequest(msgspec.Struct, eq=False):
     """``n``."""
     client_salt: str = ""
     """The cache salt that the client wrote, or an empty one."""
-    output_format: OutputFormat | None = None
+    output_format: ModelParsers | None = None
     """How the output is taken apart; ``None`` = it is content as it is."""
     tool_use: ToolUse | None = None
     tools: Tools = NO_TOOLS

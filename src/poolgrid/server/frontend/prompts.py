@@ -14,7 +14,7 @@ from poolgrid.server.frontend.chat_template import TIME_LIMIT_MS, TemplateFailur
 from poolgrid.server.frontend.errors import ContextOverflow, RequestError, invalid, quoted
 from poolgrid.server.frontend.media.conversation import with_media
 from poolgrid.server.frontend.message_adaptation import adapt, adapt_tools, is_malformed
-from poolgrid.server.frontend.parsers.formats import PROMPT_END_CHARS
+from poolgrid.server.frontend.model_parsers import PROMPT_END_CHARS
 from poolgrid.server.frontend.prepared_request import PreparedRequest, Prompt, PromptText
 from poolgrid.server.frontend.schema import ChatBody, CompletionBody, Message
 from poolgrid.server.frontend.template_probes import capabilities_of

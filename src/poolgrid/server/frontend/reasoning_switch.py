@@ -20,8 +20,6 @@ from typing import Any, Final
 from poolgrid.server.frontend.chat_template import ChatTemplate, TemplateFailure
 from poolgrid.server.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.server.frontend.message_adaptation import adapt, adapt_tools
-from poolgrid.server.frontend.parsers.formats import HARMONY, OutputFormat
-from poolgrid.server.frontend.parsers.pieces import PieceKind
 from poolgrid.server.frontend.schema import ChatBody, Message, Thinking
 from poolgrid.server.frontend.template_probes import capabilities_of
 
@@ -105,20 +103,6 @@ def switch_of(template: ChatTemplate | None) -> ReasoningSwitch:
         is_default = switched_off == prompt({})
         return ReasoningSwitch(by_effort if is_default and not on else on, off, efforts)
     return ReasoningSwitch({}, {}, efforts)
-
-
-def always_reasons(format: OutputFormat) -> bool:
-    """Return whether every answer of a model begins with reasoning, by its prompts."""
-    if not format.reasoning:
-        return False
-    if format.reasoning == HARMONY:
-        return True
-    for beginning in format.turn_beginnings:
-        parser = format.parser(None, beginning)
-        assert parser is not None, "it has reasoning"
-        if any(piece.kind is PieceKind.REASONING for piece in (*parser.feed("word"), *parser.finish())):
-            return True
-    return False
 
 
 def apply_switch(body: ChatBody, switch: ReasoningSwitch) -> str:

@@ -24,7 +24,7 @@ from poolgrid.kernel.wire.limits import (
 )
 from poolgrid.kernel.wire.requests import RETENTION_DEFAULT
 from poolgrid.server.frontend.errors import RequestError, invalid, quoted, unsupported
-from poolgrid.server.frontend.field_words import allowed, body_type, loosen, refused, words_at
+from poolgrid.server.frontend.field_words import FOR_ENGINE, allowed, body_type, loosen, refused, words_at
 
 LOGPROBS_PER_TOKEN_MAX = 20
 """OpenAI's limit of ``top_logprobs``."""
@@ -44,7 +44,7 @@ TopK = Annotated[int, Meta(ge=-1, le=U32_MAX), allowed("an integer from 1, or 0 
 ToolChoice = Annotated[Any, allowed("none, auto, required or an object that names a function")]
 Position = Annotated[int, Meta(ge=0, le=U32_MAX)]
 RetentionPriority = Annotated[int, Meta(ge=0, le=100)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Penalty = Annotated[float, Meta(ge=-2, le=2), FOR_ENGINE]
 BadWords = Annotated[Any, refused("engines forbid tokens, not words; use logit_bias with -100", [])]
 AllowedTokens = Annotated[Any, refused("use logit_bias, or a guide such as guided_choice")]
 TruncatedPrompt = Annotated[Any, refused("a prompt that does not fit is refused, not shortened")]
@@ -183,10 +183,7 @@ AnyReasoning = Annotated[ReasoningOptions | None, allowed('an object such as {"e
 
 
 class SamplingFields(Struct, kw_only=True):
-    """The fields that the bodies of every API share, with one meaning: ``shared_fields`` copies them.
-
-    A field that is copied to ``Sampling`` as it is stands in ``COPIED_TO_SAMPLING`` too.
-    """
+    """The fields that the bodies of every API share, with one meaning: ``shared_fields`` copies them."""
 
     # Those of a plain body (USUAL) come first, so that all others are looked at together.
     model: str
@@ -198,7 +195,7 @@ class SamplingFields(Struct, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0, le=U32_MAX)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: TopK | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1), FOR_ENGINE] | None = None
     cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
     nvext: Nvext | None = None
     extra_args: Annotated[
@@ -216,18 +213,6 @@ class SamplingFields(Struct, kw_only=True):
     conversation_params: Annotated[Any, allowed("an object with conversation_id")] = None
 
 
-COPIED_TO_SAMPLING = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
-"""Fields of a body that ``Sampling`` has under the same name, with the same values."""
-
-
 def shared_fields(body: SamplingFields) -> dict[str, Any]:
     """Return the fields that a body of any API shares with that of a chat."""
     return {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
@@ -242,7 +227,7 @@ class InferenceBody(SamplingFields, kw_only=True):
     stop: str | list[str] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2), FOR_ENGINE] | None = None
     logit_bias: (
         Annotated[
             dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]],

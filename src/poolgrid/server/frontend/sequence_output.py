@@ -22,8 +22,8 @@ from msgspec.structs import replace
 from poolgrid.kernel.requests.inference import InferenceRequest, StreamDelta, TokenStream
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES, unpack_tokens
 from poolgrid.kernel.wire.requests import TokenLogprobs
+from poolgrid.server.frontend.answer_pieces import OutputParser
 from poolgrid.server.frontend.detokenization import REPLACEMENT, Detokenizer
-from poolgrid.server.frontend.parsers.pieces import OutputParser
 from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.stop_strings import StoppedContent, StoppedPieces, StopStrings
 

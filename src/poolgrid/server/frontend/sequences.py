@@ -14,10 +14,10 @@ from poolgrid.kernel.wire.identifiers import name_of
 from poolgrid.kernel.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
 from poolgrid.kernel.wire.requests import KvRetention, LogitsProcessorCall, RetainedTokens, Sampling
 from poolgrid.server.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.server.frontend.field_words import engine_fields
 from poolgrid.server.frontend.prepared_request import PreparedRequest, Prompt
 from poolgrid.server.frontend.prompts import overflow, too_long
 from poolgrid.server.frontend.schema import (
-    COPIED_TO_SAMPLING,
     JSON_NUMBER_MAX,
     ChatBody,
     CompletionBody,
@@ -174,16 +174,21 @@ def _sampling(job: PreparedRequest, prompt: Prompt) -> Sampling:
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"min_tokens is {min_tokens}: allowed is 0 to {name} ({max_tokens})")
+    named = ((field, getattr(body, field)) for field in engine_fields(type(body)))
+    for_engine = {field: value for field, value in named if value is not None}
     return Sampling(
         max_tokens=generated,
+        temperature=body.temperature,
+        top_p=body.top_p,
         top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
+        seed=body.seed,
         min_tokens=min_tokens,
         ignore_eos=bool(body.ignore_eos),
         logprobs=job.logprobs,
         logit_bias=body.logit_bias or None,
         prompt_logprobs=job.logprobs if type(body) is CompletionBody and body.echo else None,
         logits_processors=_logits_processors(body) if body.logits_processors else (),
-        **{field: getattr(body, field) for field in COPIED_TO_SAMPLING},
+        engine_fields=for_engine or None,
         **job.guide,
     )
 

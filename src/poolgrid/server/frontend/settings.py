@@ -7,10 +7,15 @@ from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from poolgrid.kernel.wire.card import ReasoningParser, ToolCallParser, reasoning_parser_name, tool_call_parser_name
 from poolgrid.server.frontend.media.settings import MediaSettings
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from poolgrid.server.frontend.prompt_encoder import CACHE_BYTES_DEFAULT
+from poolgrid.server.process.parser_names import (
+    ReasoningParser,
+    ToolCallParser,
+    reasoning_parser_name,
+    tool_call_parser_name,
+)
 from poolgrid.server.process.plugins import ENDPOINTS, has_plugin
 from poolgrid.server.process.settings import InputFile
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from poolgrid.server.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, joined_pieces
+from poolgrid.server.frontend.answer_pieces import AnswerPiece, OutputParser, PieceKind, joined_pieces
 
 
 class StopStrings:

@@ -34,10 +34,10 @@ from poolgrid.server.frontend.client_tools import openai_function
 from poolgrid.server.frontend.errors import RequestError, invalid, quoted, unsupported, wrong_type
 from poolgrid.server.frontend.field_words import without_nulls
 from poolgrid.server.frontend.guides import Guide, json_guide, tag_guide
-from poolgrid.server.frontend.parsers.call_forms import NAME_CHARS_MAX
-from poolgrid.server.frontend.parsers.call_guides import Part, any_of, const, llama3_json, one_of, schema_part
-from poolgrid.server.frontend.parsers.formats import OutputFormat, ToolUse
+from poolgrid.server.frontend.model_parsers import ModelParsers
 from poolgrid.server.frontend.schema import CUSTOM_ARGUMENT
+from poolgrid.server.frontend.tool_use import NAME_CHARS_MAX, ToolUse
+from poolgrid.server.structured_output.guide_parts import Part, any_of, const, one_of, schema_part
 
 MISTRAL_ID_CHARS = 9
 """Length of the call ids that Mistral's templates accept, letters and digits only."""
@@ -50,7 +50,7 @@ class CallIds(msgspec.Struct, frozen=True):
 
     request_id: str
     format: str = ""
-    """Name of the format of tool calls (``OutputFormat.tools``)."""
+    """Name of the format of tool calls (``ModelParsers.tools``)."""
     earlier_calls: int = 0
     """Calls in the conversation before this answer."""
 
@@ -351,7 +351,7 @@ def tool_use(tools: Tools, choice: Any, parallel: bool | None) -> tuple[ToolUse 
     return ToolUse(allowed, several, schemas=functions), {}
 
 
-def beside_calls(own: Guide, param: str, use: ToolUse, output_format: OutputFormat, template: str) -> Guide:
+def beside_calls(own: Guide, param: str, use: ToolUse, output_format: ModelParsers, template: str) -> Guide:
     """Return the guide to an answer that keeps to ``own``, or calls functions in the model's own form.
 
     ``param`` is the field that ``own`` is from, ``template`` the source of the model's chat template. Where calls of
@@ -368,7 +368,7 @@ def beside_calls(own: Guide, param: str, use: ToolUse, output_format: OutputForm
                 param,
                 f"this model writes calls as JSON, so only a schema can be combined with tools; {_ALTERNATIVES}",
             )
-        return json_guide(any_of([json.loads(schema), *llama3_json(use.allowed)]), param)
+        return json_guide(any_of([json.loads(schema), *output_format.call_schemas(use)]), param)
     return tag_guide({"type": "structural_tag", "format": one_of([_part_of(own, param), calls])}, param)
 
 

@@ -233,6 +233,6 @@ def _tell_outputs(trace: TraceRecord, outputs: Sequence[RequestOutput]) -> None:
         ),
     }
     for field in SAMPLING:
-        value = getattr(sampling, field)
+        value = sampling.value_of(field)
         if value is not None:
             told[f"gen_ai.request.{field}"] = value

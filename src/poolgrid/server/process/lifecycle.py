@@ -33,6 +33,7 @@ import os
 import platform
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -138,8 +139,9 @@ async def _supervise(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
             log.info("received %s: stopping", name)
             stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number.name)
+    if threading.current_thread() is threading.main_thread():  # no other gets signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal, number.name)
     try:
         await task
     except asyncio.CancelledError:

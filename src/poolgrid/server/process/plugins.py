@@ -12,6 +12,7 @@ DISCOVERY = "poolgrid.discovery"
 POLICIES = "poolgrid.policies"
 COMMANDS = "poolgrid.commands"
 ENDPOINTS = "poolgrid.endpoints"
+PARSERS = "poolgrid.parsers"
 PARTS = "poolgrid.parts"
 """What processes and commands take in where it is installed, by the name of the part."""
 

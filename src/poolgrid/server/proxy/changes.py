@@ -24,8 +24,8 @@ COUNTS_ON_DEMAND: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
 POOLGRID: Final = "poolgrid"
 """The kind of a pool's router whose workers take tokens."""
 
-KNOWN_KINDS: Final = frozenset(("vllm", "sglang", "trtllm-serve", POOLGRID))
-"""Servers that take ``include_usage``; of others it is not known."""
+OPENAI: Final = "openai"
+"""The kind of a server that is of no known one. All others take ``include_usage``."""
 
 
 class Changes(Struct, frozen=True):
@@ -88,7 +88,7 @@ def make_changes(
     fields: dict[str, bytes] = {}
     nested: dict[str, dict[str, bytes]] = {}
     asks_usage = False
-    if path in COUNTS_ON_DEMAND and kind in KNOWN_KINDS and is_streamed(values) and _counts(values) is False:
+    if path in COUNTS_ON_DEMAND and kind != OPENAI and is_streamed(values) and _counts(values) is False:
         nested["stream_options"] = {"include_usage": b"true"}
         asks_usage = True
     if kind == trtllm_serve.KIND:

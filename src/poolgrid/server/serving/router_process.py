@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -176,7 +177,16 @@ class RouterProcess:
         app.front.preparation.forms.make_ready(service.models())
 
 
-def decision_not_found(request_id: str, decisions: int) -> RequestError:
-    """Return the answer about a request of which no decision is kept."""
-    message = f"no decision about request {request_id!r} is kept; the last {decisions} are"
+def decision_not_found(
+    request_id: str, decisions: int, oldest_ms: int | None, *, is_recorded: bool = False
+) -> RequestError:
+    """Return the answer about a request of which no decision is kept; ``oldest_ms`` is the time of the oldest one."""
+    message = f"no decision about request {request_id!r} is kept: "
+    if oldest_ms is None:
+        message += "none is yet"
+    else:
+        since = datetime.fromtimestamp(oldest_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        message += f"the last {decisions:,} are, since {since} UTC"
+    if is_recorded:
+        message += "; older ones are in the recording (poolgrid explain --journal DATA_DIR)"
     return RequestError(404, "decision_not_found", message, param="request_id")

@@ -1,1 +1,1 @@
-"""Kinds of engine servers, a module each; ``poolgrid.server.workers.engines.server.definition`` has their table."""
+"""Kinds of engine servers, a module each: ``--engine`` takes its name, with ``-`` for ``_``; ``KIND`` describes it."""

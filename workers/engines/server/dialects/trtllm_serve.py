@@ -23,7 +23,6 @@ import re
 from typing import Any
 
 import msgspec
-import yaml
 
 from poolgrid.kernel.kv_events.trtllm import parse_event
 from poolgrid.server.workers.engines.server.core.engine_figures import EngineFigures
@@ -102,6 +101,8 @@ EVENTS_MAX = 100_000
 
 def command(wanted: WantedServer) -> ServerCommand:
     """Return the arguments and the file of a server."""
+    import yaml  # here: all workers import this module
+
     if wanted.api_key:
         raise ValueError("engine_api_key is given: trtllm-serve asks for none, leave it out")
     settings = _settings(wanted.given_file)
@@ -147,6 +148,8 @@ def _publish(cache: dict[str, Any], places: Publishing, settings: dict[str, Any]
 
 
 def _settings(text: str) -> dict[str, Any]:
+    import yaml
+
     try:
         settings = yaml.safe_load(text) if text else {}
     except yaml.YAMLError as error:

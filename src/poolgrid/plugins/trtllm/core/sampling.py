@@ -121,10 +121,6 @@ def plan_sampling(
     }
     given = {
         "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
         "min_tokens": sampling.min_tokens or None,
         "stop_token_ids": stop_token_ids or None,
         "bad_token_ids": list(sampling.bad_token_ids) or None,
@@ -133,6 +129,7 @@ def plan_sampling(
         "prompt_logprobs": None if sampling.prompt_logprobs is None else max(1, sampling.prompt_logprobs),
     }
     arguments.update({name: value for name, value in given.items() if value is not None})
+    arguments = {**(sampling.engine_fields or {}), **arguments}
     return SamplingPlan(arguments, plan_guide(sampling, guide_backend), sampling.logit_bias)
 
 

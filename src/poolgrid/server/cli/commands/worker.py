@@ -58,8 +58,8 @@ def worker(
 ) -> None:
     """Run one worker: with the simulated engine, with TensorRT-LLM, or with an engine's own server.
 
-    Such a server (--engine vllm, sglang, trtllm-serve) runs already (--engine-url), or is started with the worker
-    (--model-path DIR). What stands after -- then goes to the server:
+    Such a server runs already (--engine-url), or is started with the worker (--model-path DIR). What stands after
+    -- then goes to the server:
 
     poolgrid worker --engine vllm --model-path DIR -- --max-model-len 8192
     """
