@@ -29,12 +29,12 @@ from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from poolgrid.server.frontend.settings import NO_TOKENIZER
 from poolgrid.server.global_router.document.reader import load_document
 from poolgrid.server.workers.engines.server.core.server_facts import ServerFacts
-from tests.apis import needs
 from tests.e2e.processes import Process, eventually, metric
 from tests.fakes.engine_server.openai import OpenAiServer
 from tests.fakes.engine_server.threaded import servers_in_thread
 from tests.fakes.engine_server.vllm import Options
 from tests.global_router.documents import aggregated
+from tests.installed import needs
 
 
 def server(url: str, **facts: Any) -> FrontServer:

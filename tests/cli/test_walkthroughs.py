@@ -22,11 +22,10 @@ from click.testing import CliRunner
 
 from poolgrid.kernel.wire.answers import EndpointRow
 from poolgrid.server.cli.main import app
-from tests.apis import needs
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 from tests.global_router.documents import dynamo_disagg
-from tests.installed import needs_parsers
+from tests.installed import needs, needs_parsers
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = {path.stem: path.read_text() for path in (ROOT / "launch").glob("*.sh")}

@@ -14,8 +14,8 @@ import pytest
 
 from poolgrid.server.frontend.access import key_file
 from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
-from tests.apis import needs
 from tests.e2e.processes import Process, becomes, eventually, metric
+from tests.installed import needs
 
 pytestmark = pytest.mark.e2e
 

@@ -12,8 +12,8 @@ import pytest
 
 from poolgrid.server.frontend.access import key_file
 from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
-from tests.apis import needs
 from tests.e2e.processes import Process, assert_decisions_replay, running_pool
+from tests.installed import needs
 
 pytestmark = pytest.mark.e2e
 

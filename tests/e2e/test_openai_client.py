@@ -20,10 +20,9 @@ from poolgrid.plugins.simulated.core.guided_tokens import GuidedTokens
 from poolgrid.plugins.simulated.core.next_token import Vocabulary
 from poolgrid.plugins.simulated.guides import LazyGuides
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
-from tests.apis import needs
 from tests.e2e.processes import Process, eventually, is_settled, running_pool, worker_rows
 from tests.frontend.fake_backend import TINY
-from tests.installed import needs_parsers
+from tests.installed import needs, needs_parsers
 
 pytestmark = pytest.mark.e2e
 
