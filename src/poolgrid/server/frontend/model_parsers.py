@@ -80,7 +80,7 @@ class PlainText:
     always_reasons: Final = False
 
     def active(self, tools: ToolUse | None) -> bool:
-        """Return that it is not; raises ``RequestError`` where calls are forced, which nobody could tell from text."""
+        """Return that it is not; raises ``RequestError`` where calls are forced: without a parser they are text."""
         if tools is not None and tools.guided:
             raise unsupported("tool_choice", f"a call is forced, and {MISSING}")
         return False
