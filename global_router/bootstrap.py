@@ -158,7 +158,7 @@ async def serve(
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)
         connect = partial(ForwardServer, api_key=key, trusted=trusted)
-        prompts = PromptRecord(app.state.metrics)
+        prompts = PromptRecord(app.front.metrics)
         front = open_forwarding(opened, app, service, frontend, process.clock, prompts, connect)
         server = process.open_server(front, service.stop)
         if frontend.fleet_page and has_plugin(PARTS, FLEET_PAGE):

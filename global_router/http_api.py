@@ -26,8 +26,8 @@ from poolgrid.kernel.wire.answers import (
     ReloadRow,
 )
 from poolgrid.kernel.wire.selection import ModelStatus
+from poolgrid.server.frontend.description import error_answers
 from poolgrid.server.frontend.errors import RequestError
-from poolgrid.server.frontend.openapi import error_answers
 from poolgrid.server.global_router.document.history import Reload
 from poolgrid.server.global_router.pools import PoolConnection
 from poolgrid.server.global_router.service import GlobalRouterService

@@ -129,10 +129,10 @@ async def serve(
             lambda: troubles(service, recorder, completeness),
             consolidator.data_dir,
         )
-        prompts = PromptRecord(app.state.metrics)
+        prompts = PromptRecord(app.front.metrics)
         add_router_endpoints(app, service, clock, feed.loading, prompts.findings)
         add_index_endpoint(app, service)
-        add_route_endpoint(app, service)
+        add_route_endpoint(app.front, service)
         add_drain_endpoint(app, service)
         add_pool_endpoint(app, plane, service, recorder)
         front = open_forwarding(opened, app, service, frontend, clock, prompts)

@@ -64,16 +64,16 @@ from poolgrid.kernel.wire.sessions import SessionRecord, TurnEnding
 from poolgrid.kernel.wire.tasks import TASK_ROLES
 from poolgrid.server.diagnosis.rules import ReuseVerdict
 from poolgrid.server.frontend.app import Readiness
+from poolgrid.server.frontend.description import error_answers
 from poolgrid.server.frontend.errors import RequestError, invalid, refused
-from poolgrid.server.frontend.media.loader import MediaLoader
-from poolgrid.server.frontend.openapi import ROUTE_REQUEST, ROUTE_STATUSES, error_answers
+from poolgrid.server.frontend.front_end import FrontEnd
+from poolgrid.server.frontend.openapi import ROUTE_REQUEST, ROUTE_STATUSES
 from poolgrid.server.frontend.preparation import Preparation
 from poolgrid.server.frontend.prepared_request import PreparedRequest
 from poolgrid.server.frontend.prompts import tokenize
-from poolgrid.server.frontend.request_body import BodyReader, RequestIds
+from poolgrid.server.frontend.request_body import RequestIds
 from poolgrid.server.frontend.schema import parse
 from poolgrid.server.frontend.sequences import sequences_of
-from poolgrid.server.frontend.tokenization import TokenizationPool
 from poolgrid.server.process.clock import Clock
 from poolgrid.server.router.placement import LocalRequest
 from poolgrid.server.router.select_plane import SelectPlane
@@ -507,27 +507,23 @@ DRY_RUN_PREFIX = "dry-run-"
 """Begins the request id of a dry run without ``x-request-id``: ties and samples are drawn from it."""
 
 
-def add_route_endpoint(app: FastAPI, service: RouterService) -> None:
+def add_route_endpoint(front: FrontEnd, service: RouterService) -> None:
     """Add ``POST /v1/route``: where a request would go now, and why.
 
     The body is that of a chat or text completion, or ``{"model": ..., "token_ids": [...]}``. It is checked, rendered
     and tokenized as the real one would be, and its media are loaded; then the selector is asked on a dry run.
     """
-    bodies: BodyReader = app.state.bodies
-    preparation: Preparation = app.state.preparation
-    tokenization: TokenizationPool = app.state.tokenization
-    media: MediaLoader = app.state.media
-    request_ids = RequestIds(DRY_RUN_PREFIX)
+    media, request_ids = front.media, RequestIds(DRY_RUN_PREFIX)
 
-    @app.post("/v1/route", tags=["router"], responses=error_answers(ROUTE_STATUSES), openapi_extra=ROUTE_REQUEST)
+    @front.app.post("/v1/route", tags=["router"], responses=error_answers(ROUTE_STATUSES), openapi_extra=ROUTE_REQUEST)
     async def route(request: Request) -> dict[str, Any]:
         """Say where a request would go now and why; nothing is dispatched or reserved."""
-        body = await bodies.read(request)
-        job = _job(preparation, body)
+        body = await front.bodies.read(request)
+        job = _job(front.preparation, body)
         with closing(media.lease()) as lease:
             # The hashes of blocks depend on the bytes of media, so there is no telling a prefix without them.
             job.items = await media.load(job.media, lease, None)
-            prompts = await tokenization.run(len(body), partial(tokenize, job))
+            prompts = await front.tokenization.run(len(body), partial(tokenize, job))
             given = request.headers.get("x-request-id")
             wanted = request_ids.wanted(None if given is None else given.encode("latin-1"))
             count = len(prompts) * job.choices_per_prompt

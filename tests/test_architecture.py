@@ -47,7 +47,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "server.frontend": (
         "kernel.wire",
         "kernel.requests",
-        "server.forwarding.multipart",
         "server.process",
         "server.http",
         "server.structured_output",
@@ -153,10 +152,7 @@ KERNEL_LINES_MAX = 25_000
 NOT_YET_PLUGINS = {
     "sessions": ("kernel/consolidation/session_table.py", "kernel/routing/working_set.py", "router/session_naming.py"),
     "tenants": ("server/frontend/access",),
-    "Anthropic Messages": ("server/frontend/messages_api",),
-    "Responses": ("server/frontend/responses_api",),
     "media": ("server/frontend/media",),
-    "embeddings, images and videos": ("server/frontend/tasks",),
     "tensor transfer over NIXL": ("workers/tensor_transfer",),
     "Dynamo's documents": ("server/cli/dynamo_options.py", "server/cli/graph_deployment.py"),
 }

@@ -14,7 +14,6 @@ from typing import Any
 from poolgrid.kernel.wire.requests import Generate, Routing, Sampling
 from poolgrid.plugins.trtllm.core.sampling import plan_sampling
 from poolgrid.server.frontend.field_words import engine_fields
-from poolgrid.server.frontend.responses_api.conversation import ResponsesBody, chat_body
 from poolgrid.server.frontend.schema import ChatBody, CompletionBody, refusals_of
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
@@ -47,9 +46,6 @@ GUIDES: dict[str, Any] = {
 }
 NOT_ASKED_FOR = {"bad_token_ids"}
 """What no client asks for in so many words: the front end says it for a tool choice or a template."""
-
-MADE_OTHERWISE = {"tools", "tool_choice", "stream"}
-"""Fields of a Responses body that mean something else, or more, in chat."""
 
 
 def sampling_of(**fields: Any) -> Sampling:
@@ -91,20 +87,11 @@ def test_every_field_that_a_body_may_have_is_read_or_refused_by_name() -> None:
         f"{body.__name__}.{name}"
         for body, refused in ((ChatBody, refusals_of(ChatBody)), (CompletionBody, refusals_of(CompletionBody)))
         for name in body.__struct_fields__
-        if name not in (*refused, *engine_fields(body)) and not re.search(rf"\.{name}\b", code)
+        if name not in (*refused, *engine_fields(body))
+        if not re.search(rf'\.{name}\b|getattr\(body, "{name}"', code)
     ]
 
     assert forgotten == []
-
-
-def test_a_field_that_responses_and_chat_both_have_arrives_in_chat() -> None:
-    shared = set(ResponsesBody.__struct_fields__) & set(ChatBody.__struct_fields__)
-    passed = shared - MADE_OTHERWISE - refusals_of(ResponsesBody).keys()
-    marks = {name: object() for name in passed}
-
-    made = chat_body(ResponsesBody(input="hi", **marks))  # type: ignore[arg-type]
-
-    assert [name for name in sorted(passed) if getattr(made, name) is not marks[name]] == []
 
 
 def test_every_field_that_a_worker_is_told_reaches_tensorrt_llm() -> None:

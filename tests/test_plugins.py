@@ -11,8 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 import poolgrid
+from poolgrid.server.frontend.api_endpoint import ApiEndpoint
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
+from poolgrid.server.process.plugins import ENDPOINTS, has_plugin, load_plugin, plugin_names
 
 PACKAGE = Path(poolgrid.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -58,12 +62,20 @@ REFUSALS = (
         "loading the plug-in 'reasoning' of poolgrid.parsers",
     ),
     Refusal("policies", ("router", "--policy", "round-robin"), "--policy round-robin"),
+    Refusal("responses_api", ("router", "--response-store-bytes", "1"), "the plug-in 'responses' is not installed"),
     Refusal("simulated", ("worker", "--consolidator", "127.0.0.1:1"), "--engine is simulated, which is not installed"),
     Refusal("simulated", ("up",), "--engine is simulated, which is not installed"),
     Refusal("simulation", ("what-if", "dir"), "what-if: not installed (there is no poolgrid.plugins.simulation)"),
     Refusal("trtllm", ("engine-config", "check", "x"), "engine-config: not installed"),
     Refusal("trtllm", (*TRTLLM_POOL, "--gpus", "0"), "--engine is trtllm, which is not installed"),
 )
+
+NOT_SERVED = {
+    "messages_api": ("messages", "messages/count_tokens"),
+    "responses_api": ("responses", "responses/input_tokens"),
+    "tasks": ("embeddings", "images/generations", "videos", "videos/video_0/content"),
+}
+"""Paths below ``/v1/`` that need a plug-in, which the answer names by the first part of the path."""
 
 SILENT = {"fleet_page"}
 """Without them something is not offered, and nobody has asked for it."""
@@ -80,7 +92,8 @@ def every_module(package):
 WITHOUT_PLUGINS = (
     EVERY_MODULE
     + """
-import contextlib, io, json, os
+import asyncio, contextlib, httpx, io, json, os
+from prometheus_client import CollectorRegistry
 assert poolgrid.__file__.startswith(sys.argv[1]), poolgrid.__file__
 every_module(poolgrid)
 from poolgrid.server.cli.main import app
@@ -92,9 +105,26 @@ for number, command in enumerate(json.loads(sys.argv[2])):
         sys.stderr = open(f"{number}.stderr", "w", buffering=1)
         app(command, prog_name="poolgrid")
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+class Tiny:
+    def models(self):
+        return (poolgrid.kernel.requests.inference.ServedModel("tiny", 0, 4096),)
+async def ask():
+    front = poolgrid.server.frontend.app.create_app(
+        Tiny(), {}, settings=poolgrid.server.frontend.settings.FrontendSettings(), registry=CollectorRegistry()
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://h/v1/") as client:
+        for path in json.loads(sys.argv[3]):
+            print((await client.post(path, json={})).text)
+    state = front.front
+    reader = poolgrid.server.proxy.prompt_reading.PromptReader(state.preparation, state.tokenization, state.domains, 99)
+    for path in ("responses", "messages"):
+        found = await reader.read("/v1/" + path, b'{"model": "tiny", "input": "a text", "messages": []}', "r")
+        print(found.why, found.request.by_text)
+    await front.close()
+asyncio.run(ask())
 """
 )
-"""Import everything, ask for help, and run commands, which are to be refused."""
+"""Import everything, ask for help, and run commands and requests, which are to be refused."""
 
 ONE_PLUGIN = (
     EVERY_MODULE
@@ -146,11 +176,19 @@ def python(place: Path, *arguments: str, source: Path | None = None) -> subproce
 def test_without_plugins_everything_else_imports_and_what_needs_one_is_refused_by_its_name(tmp_path: Path) -> None:
     place = package_without([f"plugins/{name}" for name in NAMES], tmp_path)
     commands = json.dumps([each.command for each in REFUSALS])
+    paths = [path for paths in NOT_SERVED.values() for path in paths]
 
-    done = python(place, "-c", WITHOUT_PLUGINS, str(place), commands)
+    done = python(place, "-c", WITHOUT_PLUGINS, str(place), commands, json.dumps(paths))
 
     assert done.returncode == 0, done.stderr
-    for number, (refusal, status) in enumerate(zip(REFUSALS, done.stdout.split(), strict=True)):
+    lines = done.stdout.splitlines()
+    assert lines[-2:] == ["another API True"] * 2, "for engine servers, prompts are compared by their text"
+    for path, answer in zip(paths, lines[len(REFUSALS) : -2], strict=True):
+        error = json.loads(answer)["error"]
+        name = path.partition("/")[0]
+        assert error["message"] == f"POST /v1/{path}: the plug-in {name!r} of poolgrid.endpoints is not installed"
+        assert error["code"] == "not_found"
+    for number, (refusal, status) in enumerate(zip(REFUSALS, lines[: len(REFUSALS)], strict=True)):
         told = (place / f"{number}.stderr").read_text()
         assert status in ("1", "2"), (refusal, told)
         assert refusal.words in " ".join(told.split()), refusal
@@ -169,7 +207,7 @@ def test_every_plugin_has_an_entry_point_a_page_of_its_own_and_words_that_refuse
     named = {value.split(".")[2] for group in groups.values() for value in group.values() if ".plugins." in value}
 
     assert set(NAMES) == named
-    assert {each.plugin for each in REFUSALS} | SILENT == set(NAMES)
+    assert {each.plugin for each in REFUSALS} | NOT_SERVED.keys() | SILENT == set(NAMES)
     for name in NAMES:
         page = PACKAGE / "plugins" / name / "README.md"
         lines = page.read_text().splitlines()
@@ -177,6 +215,17 @@ def test_every_plugin_has_an_entry_point_a_page_of_its_own_and_words_that_refuse
         assert 8 <= len(lines) <= 30, name
         for place in re.findall(r"`((?:tests|docs|lab)/[\w./]+)`", page.read_text()):
             assert (ROOT / place).exists(), f"{page} names {place}"
+
+
+@pytest.mark.parametrize("name", [name for name in plugin_names(ENDPOINTS) if has_plugin(ENDPOINTS, name)])
+def test_all_paths_of_an_api_are_below_the_name_of_its_entry_point(name: str) -> None:
+    """By which the answer to a request without the plug-in names it."""
+    api: ApiEndpoint = load_plugin(ENDPOINTS, name)
+    made = {each.path for each in api.description.inference}
+    paths = made | {each.path for each in api.description.operations} | api.prompts.keys()
+
+    assert made
+    assert {path for path in paths if f"{path}/".startswith(f"/v1/{name}/")} == paths
 
 
 def test_a_pool_serves_with_the_simulated_engine_alone(tmp_path: Path) -> None:

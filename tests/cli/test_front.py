@@ -34,6 +34,7 @@ from tests.fakes.engine_server.openai import OpenAiServer
 from tests.fakes.engine_server.threaded import servers_in_thread
 from tests.fakes.engine_server.vllm import Options
 from tests.global_router.documents import aggregated
+from tests.installed import needs
 
 
 def server(url: str, **facts: Any) -> FrontServer:
@@ -402,6 +403,7 @@ def test_up_is_ready_before_any_server_answers_and_takes_what_the_first_one_repo
             assert status == 0, errors
 
 
+@needs("/v1/messages")
 def test_second_turn_of_claude_code_reuses_what_an_engine_alone_would() -> None:
     """Its first line differs in each request; an engine's own ``/v1/messages`` leaves that line out."""
     system = "You are a coding agent. " * 20

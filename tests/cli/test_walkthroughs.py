@@ -25,7 +25,7 @@ from poolgrid.server.cli.main import app
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 from tests.global_router.documents import dynamo_disagg
-from tests.installed import needs_parsers
+from tests.installed import needs, needs_parsers
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = {path.stem: path.read_text() for path in (ROOT / "launch").glob("*.sh")}
@@ -369,7 +369,11 @@ PARSERS = ("--dyn-reasoning-parser gpt_oss", "--dyn-tool-call-parser harmony", "
 
 
 @pytest.mark.parametrize(
-    "typed", [pytest.param(each, marks=[needs_parsers] if each in PARSERS else []) for each in ROWS]
+    "typed",
+    [
+        pytest.param(each, marks=[needs(each.removeprefix("POST ")), *([needs_parsers] if each in PARSERS else [])])
+        for each in ROWS
+    ],
 )
 def test_what_the_walkthroughs_type_works_or_is_refused_by_name(typed: str) -> None:
     ROWS[typed]()

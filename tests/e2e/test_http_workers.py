@@ -15,6 +15,7 @@ import pytest
 from poolgrid.server.frontend.access import key_file
 from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
 from tests.e2e.processes import Process, becomes, eventually, metric
+from tests.installed import needs
 
 pytestmark = pytest.mark.e2e
 
@@ -86,6 +87,7 @@ def total(router: Process, name: str, **labels: str) -> float:
     return sum(metric(url, name, **labels) for url in admin_urls(router))
 
 
+@needs("/v1/responses")
 def test_processes_share_a_port_divide_limits_and_are_replaced_when_they_die(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     key_file.write(keys, key_document(PER_MINUTE))

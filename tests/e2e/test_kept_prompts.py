@@ -13,6 +13,7 @@ import pytest
 from poolgrid.server.frontend.access import key_file
 from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
 from tests.e2e.processes import Process, assert_decisions_replay, running_pool
+from tests.installed import needs
 
 pytestmark = pytest.mark.e2e
 
@@ -50,6 +51,7 @@ def flood(url: str) -> None:
         httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60).raise_for_status()
 
 
+@needs("/v1/messages")
 def test_a_prompt_with_cache_control_outlasts_a_flood_within_its_tenants_budget(pool: Process) -> None:
     def ask(key: str, name: str) -> Any:
         with anthropic.Anthropic(base_url=pool.url, api_key=key, max_retries=0) as client:
@@ -71,6 +73,7 @@ def test_a_prompt_with_cache_control_outlasts_a_flood_within_its_tenants_budget(
     )
 
 
+@needs("/v1/responses")
 def test_a_budget_is_of_all_prompts_that_are_kept_at_a_time(pool: Process) -> None:
     with openai.OpenAI(base_url=f"{pool.url}/v1", api_key=RICH, max_retries=0) as client:
 

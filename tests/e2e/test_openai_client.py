@@ -22,7 +22,7 @@ from poolgrid.plugins.simulated.guides import LazyGuides
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from tests.e2e.processes import Process, eventually, is_settled, running_pool, worker_rows
 from tests.frontend.fake_backend import TINY
-from tests.installed import needs_parsers
+from tests.installed import needs, needs_parsers
 
 pytestmark = pytest.mark.e2e
 
@@ -113,6 +113,7 @@ def test_a_model_that_may_call_calls_or_answers_with_an_object_of_the_callers_ow
     assert called == {"tool_calls", "stop"}
 
 
+@needs("/v1/messages")
 @needs_parsers
 def test_anthropics_client_has_a_conversation_with_a_tool(pool: Process) -> None:
     tool: Any = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
@@ -140,6 +141,7 @@ def test_anthropics_client_has_a_conversation_with_a_tool(pool: Process) -> None
     assert second.usage.cache_read_input_tokens, "the second turn finds the first in a cache"
 
 
+@needs("/v1/responses")
 def test_a_conversation_goes_on_from_a_response_and_its_blocks_are_found_again(
     client: openai.OpenAI, pool: Process
 ) -> None:

@@ -10,11 +10,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
+import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from poolgrid.kernel.requests.inference import InferenceBackend, InferenceRequest, ServedModel, TokenStream
 from poolgrid.kernel.wire.answers import EndpointRow
+from poolgrid.server.frontend.api_endpoint import absent_endpoint
 from poolgrid.server.frontend.app import Application, create_app
 from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.settings import FrontendSettings
@@ -46,10 +48,18 @@ def application(
     )
 
 
+async def skip_absent(request: httpx.Request) -> None:
+    """Skip a test that asks for an API whose plug-in's folder is not there."""
+    if plugin := absent_endpoint(request.url.path):
+        pytest.skip(f"the plug-in {plugin!r} is absent")
+
+
 @asynccontextmanager
 async def in_process(app: Application) -> AsyncIterator[httpx.AsyncClient]:
     """Yield a client that needs no server; at the end the application is closed, as whoever serves it does."""
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    hooks: dict[str, list[Callable[..., Any]]] = {"request": [skip_absent]}
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:
         try:
             yield client
         finally:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from poolgrid.server.frontend.api_endpoint import absent_endpoint
 from poolgrid.server.frontend.stream_head import StreamHead
 from tests.frontend.fake_backend import FakeBackend, Step, speak
 from tests.frontend.server import application, served
@@ -33,6 +34,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "response": ("/v1/responses", {"input": "Hi", "store": False}),
     "message": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}),
 }
+SERVED = [name for name, (path, _) in REQUESTS.items() if not absent_endpoint(path)]
 
 
 class Client:
@@ -143,7 +145,7 @@ def test_nothing_of_a_request_waits_for_the_collector() -> None:
             gc.freeze()
             gc.disable()
             try:
-                for end, name, number in product(ENDS, REQUESTS, (1, 2)):
+                for end, name, number in product(ENDS, SERVED, (1, 2)):
                     await once(end, port, name, number)
                     if waiting := collected():
                         found[f"{name}, {end.__name__}, {number}"] = waiting

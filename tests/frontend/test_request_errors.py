@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.kernel.requests.inference import Refused, ServedModel
+from poolgrid.server.frontend import chat_endpoint
+from poolgrid.server.frontend.api_endpoint import installed_endpoints
 from poolgrid.server.frontend.field_words import words_at
-from poolgrid.server.frontend.messages_api.schema import MessagesBody
 from poolgrid.server.frontend.preparation import CHOICES_MAX, STOP_STRINGS_MAX
 from poolgrid.server.frontend.prompt_model import PromptModel
-from poolgrid.server.frontend.responses_api.conversation import ResponsesBody
 from poolgrid.server.frontend.schema import (
     ChatBody,
     CompletionBody,
@@ -482,15 +482,10 @@ def test_no_value_of_any_field_is_an_internal_error(front: FrontEnd, field: str,
 
 
 def test_every_field_says_in_words_what_it_may_be() -> None:
-    for body, refused in (
-        (ChatBody, {*refusals_of(ChatBody)}),
-        (CompletionBody, {*refusals_of(CompletionBody), "best_of"}),
-        (ResponsesBody, {*refusals_of(ResponsesBody)}),
-        (MessagesBody, set()),
-        (TokenizeBody, set()),
-        (DetokenizeBody, set()),
-    ):
-        untold = set(fields_without_words(body)) - refused - {f"nvext.{name}" for name in refusals_of(Nvext)}
+    apis = [api.description for api in (chat_endpoint.CHAT, *installed_endpoints()) if api.prompts]
+    for body in (TokenizeBody, DetokenizeBody, *(body for api in apis for body in api.bodies)):
+        refused = {*refusals_of(body), "best_of", *(f"nvext.{name}" for name in refusals_of(Nvext))}
+        untold = set(fields_without_words(body)) - refused
         assert not untold, f"say what {sorted(untold)} of {body.__name__} may be: Annotated[..., allowed(...)]"
 
 

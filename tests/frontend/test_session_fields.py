@@ -6,31 +6,27 @@ import json
 from collections.abc import Iterator
 from typing import Any, cast
 
-import anthropic
 import msgspec
 import openai
 import pytest
 
 from poolgrid.kernel.projection.lineage import answer_key
-from poolgrid.kernel.requests.inference import NO_HINT, InferenceRequest, SessionHint
-from poolgrid.kernel.wire.sessions import SessionTurn
+from poolgrid.kernel.requests.inference import NO_HINT, SessionHint
 from poolgrid.server.frontend.errors import RequestError
-from poolgrid.server.frontend.messages_api.schema import MessagesBody
-from poolgrid.server.frontend.preparation import parse_responses
 from poolgrid.server.frontend.prepared_request import PreparedRequest
-from poolgrid.server.frontend.schema import Function, Message, ToolCall, chat_decoder, parse, parse_inference
+from poolgrid.server.frontend.schema import Function, Message, ToolCall, chat_decoder, parse_inference
 from poolgrid.server.frontend.session_fields import (
     HOUR_MS,
     NAME_CHARS_MAX,
     answered_by,
     clean,
     keep_ms_of,
-    keep_ms_of_messages,
     response_key,
     session_hint,
 )
 from poolgrid.server.frontend.tools import CallIds
-from tests.frontend.fake_backend import FakeBackend, Step, speak
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.kept_prompts import CACHED_TOKENS, kept
 from tests.frontend.server import application, served_in_thread
 
 UUID = "0f8fad5b-d9cb-469f-a165-70867728950e"
@@ -135,64 +131,11 @@ MINUTE_MS = 60_000
 HI: Any = [{"role": "user", "content": "hi"}]
 CONTROL = {"type": "ephemeral"}
 HOUR = {"type": "ephemeral", "ttl": "1h"}
-MESSAGES = msgspec.json.Decoder(MessagesBody)
-KEPT_TOKENS, CACHED_TOKENS = 9, 2
-
-
-def of_messages(**fields: Any) -> int:
-    body = {"model": "m", "max_tokens": 1, "messages": HI, **fields}
-    return keep_ms_of_messages(parse(MESSAGES, msgspec.json.encode(body)))
 
 
 def of_chat(**fields: Any) -> int:
     body, _ = parse_inference(chat_decoder, msgspec.json.encode({"model": "m", "messages": HI, **fields}))
     return keep_ms_of(body)
-
-
-def of_responses(**fields: Any) -> int:
-    return keep_ms_of(parse_responses(msgspec.json.encode({"model": "m", "input": "hi", **fields})))
-
-
-def block(control: Any) -> dict[str, Any]:
-    return {"type": "text", "text": "hi", "cache_control": control}
-
-
-@pytest.mark.parametrize(
-    ("fields", "keep_ms"),
-    [
-        ({}, 0),
-        ({"messages": [{"role": "user", "content": [block(CONTROL)]}]}, 5 * MINUTE_MS),
-        ({"messages": [{"role": "user", "content": [block({**CONTROL, "ttl": "5m", "scope": "global"})]}]}, 300_000),
-        ({"messages": [{"role": "user", "content": [block(None), {"type": "text", "text": "hi"}]}]}, 0),
-        ({"system": [block(HOUR)], "messages": [{"role": "user", "content": [block(CONTROL)]}]}, HOUR_MS),
-        ({"tools": [{"name": "t", "input_schema": {}, "cache_control": HOUR}]}, HOUR_MS),
-        ({"cache_control": CONTROL}, 5 * MINUTE_MS),
-        ({"messages": [{"role": "user", "content": [block(CONTROL)] * 5 + [block(HOUR)]}]}, HOUR_MS),
-    ],
-)
-def test_a_messages_request_asks_for_the_longest_time_in_it(fields: dict[str, Any], keep_ms: int) -> None:
-    assert of_messages(**fields) == keep_ms
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"system": [block({"type": "ephemeral", "ttl": "2h"})]}, "system[0].cache_control.ttl", "allowed is 5m or 1h"),
-        ({"system": [block({"type": "ephemeral", "ttl": 300})]}, "system[0].cache_control.ttl", "allowed is 5m or 1h"),
-        ({"system": [block({"type": "ephemeral", "ttl": []})]}, "system[0].cache_control.ttl", "allowed is 5m or 1h"),
-        (
-            {"messages": [{"role": "user", "content": [block(None), block({"type": "for ever"})]}]},
-            "messages[0].content[1].cache_control.type",
-            "allowed is ephemeral",
-        ),
-        ({"tools": [{"name": "t", "cache_control": "5m"}]}, "tools[0].cache_control", "allowed is an object"),
-        ({"cache_control": {}}, "cache_control.type", "allowed is ephemeral"),
-    ],
-)
-def test_a_malformed_cache_control_is_refused_by_its_place(fields: dict[str, Any], param: str, words: str) -> None:
-    with pytest.raises(RequestError, match=words) as refused:
-        of_messages(**fields)
-    assert (refused.value.status, refused.value.param) == (400, param)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +154,8 @@ def test_a_malformed_cache_control_is_refused_by_its_place(fields: dict[str, Any
         ({"nvext": {"cache_control": HOUR}}, HOUR_MS),
     ],
 )
-def test_chats_and_responses_ask_by_the_fields_of_openai(fields: dict[str, Any], keep_ms: int) -> None:
-    assert of_chat(**fields) == of_responses(**fields) == keep_ms
+def test_chats_ask_by_the_fields_of_openai(fields: dict[str, Any], keep_ms: int) -> None:
+    assert of_chat(**fields) == keep_ms
 
 
 @pytest.mark.parametrize(
@@ -226,20 +169,12 @@ def test_chats_and_responses_ask_by_the_fields_of_openai(fields: dict[str, Any],
     ],
 )
 def test_a_malformed_field_of_openai_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    for keep in (of_chat, of_responses):
-        with pytest.raises(RequestError) as refused:
-            keep(**fields)
-        assert (refused.value.status, refused.value.param) == (400, param)
+    with pytest.raises(RequestError) as refused:
+        of_chat(**fields)
+    assert (refused.value.status, refused.value.param) == (400, param)
 
 
 # -- usage -------------------------------------------------------------------------------------------------------------
-
-
-def kept(request: InferenceRequest) -> list[Step]:
-    """Play a worker that keeps some of each prompt that asks for it."""
-    if request.session.keep_ms:
-        request.turn = SessionTurn("s", keep_ms=request.session.keep_ms, keep_tokens=KEPT_TOKENS)
-    return speak("Hello", cached_tokens=CACHED_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -248,35 +183,11 @@ def url() -> Iterator[str]:
         yield at
 
 
-def test_anthropics_usage_has_what_is_newly_kept_by_its_time(url: str) -> None:
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
-
-        def ask(control: Any) -> Any:
-            message = {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": control}]}
-            asked: Any = {"model": "tiny", "max_tokens": 100, "messages": [message]}
-            whole = client.messages.create(**asked)
-            with client.messages.stream(**asked) as stream:
-                final = stream.get_final_message().usage
-            assert final.cache_creation_input_tokens == whole.usage.cache_creation_input_tokens
-            assert final.input_tokens == whole.usage.input_tokens
-            assert final.cache_creation is None or not whole.usage.cache_creation_input_tokens, "never a wrong zero"
-            return whole.usage
-
-        plain, minutes, hour = ask(None), ask(CONTROL), ask(HOUR)
-    assert [each.cache_read_input_tokens for each in (plain, minutes, hour)] == [CACHED_TOKENS] * 3
-    assert [each.cache_creation_input_tokens for each in (plain, minutes, hour)] == [0, 7, 7]
-    assert [each.cache_creation.ephemeral_5m_input_tokens for each in (plain, minutes, hour)] == [0, 7, 0]
-    assert [each.cache_creation.ephemeral_1h_input_tokens for each in (plain, minutes, hour)] == [0, 0, 7]
-    assert plain.input_tokens == minutes.input_tokens + 7 == hour.input_tokens + 7
-
-
 def test_openais_usage_has_what_is_newly_kept_where_a_request_asks(url: str) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         chats = client.chat.completions
         plain = chats.create(model="tiny", messages=HI).usage
         asked = chats.create(model="tiny", messages=HI, prompt_cache_retention="24h", n=2).usage
-        response = client.responses.create(model="tiny", input="hi", prompt_cache_options={"ttl": "30m"}).usage
-        unasked = client.responses.create(model="tiny", input="hi").usage
 
     assert plain is not None
     assert plain.prompt_tokens_details is not None
@@ -284,7 +195,3 @@ def test_openais_usage_has_what_is_newly_kept_where_a_request_asks(url: str) -> 
     assert asked is not None
     assert asked.prompt_tokens_details is not None
     assert asked.prompt_tokens_details.cache_write_tokens == 7
-    assert response is not None
-    assert response.input_tokens_details.cache_write_tokens == 7
-    assert unasked is not None
-    assert unasked.input_tokens_details.cache_write_tokens == 0

@@ -27,7 +27,7 @@ def posted(body: bytes, **headers: str) -> list[tuple[int, dict[str, str]]]:
     async def go() -> list[httpx.Response]:
         async with routed() as router:
             app = application(router.service)
-            add_route_endpoint(app, router.service)
+            add_route_endpoint(app.front, router.service)
             head = {"content-type": "application/json", **headers}
             async with in_process(app) as client:
                 return [await client.post(path, content=body, headers=head) for path in PATHS]
@@ -83,7 +83,7 @@ def test_the_description_says_what_the_route_takes_and_how_parameters_are_refuse
     async def go() -> tuple[dict[str, Any], httpx.Response]:
         async with routed() as router:
             app = application(router.service)
-            add_route_endpoint(app, router.service)
+            add_route_endpoint(app.front, router.service)
             add_router_endpoints(app, router.service, SystemClock(), list, list)
             async with in_process(app) as client:
                 return (await client.get("/openapi.json")).json(), await client.get("/v1/decisions?limit=abc")

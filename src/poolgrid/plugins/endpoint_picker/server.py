@@ -308,8 +308,8 @@ async def open_endpoint_picker(
     metrics.body_bytes.set_function(lambda: float(table.used_bytes))
     metrics.streams.labels("request").set_function(lambda: float(len(table)))
     reader = PromptReader(
-        app.state.preparation,
-        app.state.tokenization,
+        app.front.preparation,
+        app.front.tokenization,
         # Engines get the bodies as they are: a salt that only this process knew would be in none of their blocks.
         CacheDomains(isolate=False),
         frontend.max_body_values,

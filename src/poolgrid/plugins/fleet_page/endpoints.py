@@ -22,8 +22,8 @@ from starlette.types import Receive, Scope, Send
 from poolgrid.plugins.fleet_page.hub import FleetHub, FleetSource
 from poolgrid.server.frontend.access.gate import PAGE_FOLDER, PAGE_PATH
 from poolgrid.server.frontend.app import BODILESS
+from poolgrid.server.frontend.description import error_answers
 from poolgrid.server.frontend.errors import RequestError
-from poolgrid.server.frontend.openapi import error_answers
 from poolgrid.server.process.clock import Clock
 from poolgrid.server.process.tasks import cancel_all, detached, unless
 

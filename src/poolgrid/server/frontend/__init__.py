@@ -1,5 +1,5 @@
 """The OpenAI surface that both routers share: templates, tokenization, streaming, errors. It never chooses a worker.
 
-May import of the kernel ``wire`` and ``requests``; of the server ``forwarding.multipart``, ``process``, ``http`` and
+May import of the kernel ``wire`` and ``requests``; of the server ``process``, ``http`` and
 ``structured_output``.
 """

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,9 @@ from poolgrid.kernel.wire.addresses import SCHEME
 from poolgrid.kernel.wire.answers import EndpointRow
 from poolgrid.server.frontend.access.gate import PAGE_FOLDER, AccessGate, GateKeys, caller_of, is_path_of_tenants
 from poolgrid.server.frontend.access.meter import LIMIT_HEADERS, limit_headers
-from poolgrid.server.frontend.access.tenants import CacheDomains, Caller, WatchedKeyFile
+from poolgrid.server.frontend.access.tenants import CacheDomains, WatchedKeyFile
+from poolgrid.server.frontend.api_endpoint import absent_endpoint, installed_endpoints
+from poolgrid.server.frontend.chat_endpoint import CHAT
 from poolgrid.server.frontend.errors import (
     ANTHROPIC,
     RequestError,
@@ -41,25 +43,16 @@ from poolgrid.server.frontend.errors import (
     refused,
     without_others,
 )
+from poolgrid.server.frontend.front_end import FrontEnd
 from poolgrid.server.frontend.guide_check import GuideCheck
-from poolgrid.server.frontend.inference_endpoint import InferenceEndpoint, Prepare, counted_tokens
+from poolgrid.server.frontend.inference_endpoint import InferenceEndpoint, counted_tokens
 from poolgrid.server.frontend.media.loader import MediaLoader, MediaMetrics
 from poolgrid.server.frontend.metrics import FrontendMetrics
 from poolgrid.server.frontend.openapi import describe_inference
-from poolgrid.server.frontend.preparation import Preparation, model_not_found, parse_responses
-from poolgrid.server.frontend.prepared_request import PreparedRequest
+from poolgrid.server.frontend.preparation import Preparation, model_not_found
 from poolgrid.server.frontend.prompt_model import PromptModels
 from poolgrid.server.frontend.request_body import BodyReader, InflationLimits, RequestIds
-from poolgrid.server.frontend.responses_api.kept import (
-    TTL_S,
-    KeptResponses,
-    ResponseStore,
-    add_kept_response_endpoints,
-    owner,
-)
 from poolgrid.server.frontend.settings import FrontendSettings
-from poolgrid.server.frontend.tasks.endpoint import READERS, TaskEndpoint
-from poolgrid.server.frontend.tasks.videos import ResultFiles, VideoJobs, add_result_endpoints
 from poolgrid.server.frontend.tokenization import TokenizationPool
 from poolgrid.server.frontend.tokenizer_endpoints import add_tokenizer_endpoints
 from poolgrid.server.frontend.traffic import Traffic
@@ -67,6 +60,7 @@ from poolgrid.server.http.browser_requests import SAFE_METHODS, foreign_origin
 from poolgrid.server.http.guard import SERVER_ENDS
 from poolgrid.server.process.clock import Clock, SystemClock
 from poolgrid.server.process.lifecycle import GroupPlace
+from poolgrid.server.process.plugins import ENDPOINTS
 from poolgrid.server.process.tracing.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -132,6 +126,8 @@ class Application(FastAPI):
         self.close = close
         """Ends the threads, the process and the media fetches of endpoints; a second time does nothing."""
         self.traffic = traffic
+        self.front: FrontEnd
+        """What the endpoints share, for those of the routers too; set once all of it is there."""
         self.direct: dict[str, InferenceEndpoint | AccessGate] = {}
         """Inference endpoints by path, each behind the gate when there is one."""
         self._short = True
@@ -244,21 +240,12 @@ def create_app(
     tenants; ``data_dir`` is where responses are kept that outlive the process; ``tracing`` keeps traces of
     inference requests.
     """
-    tokenization = TokenizationPool(settings.tokenizer_threads)
-
-    async def close() -> None:
-        await videos.close()
-        if kept.store is not None:
-            kept.store.close()
-        tokenization.close()
-        guides.close()
-        await media.close()
-
+    opened = AsyncExitStack()
     clock = clock or SystemClock()
     request_ids = RequestIds(f"r{secrets.token_hex(6)}" if id_prefix is None else id_prefix)
     metrics = FrontendMetrics(registry, settings.ttft_target_ms, settings.itl_target_ms)
     app = Application(
-        close,
+        opened.aclose,
         request_ids,
         clock,
         Traffic(settings.access_log, partial(counted_tokens, metrics)),
@@ -268,109 +255,56 @@ def create_app(
         summary="OpenAI API of a KV-cache-aware router",
         version=__version__,
     )
-    metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
     media = MediaLoader(settings, MediaMetrics(registry), clock)
+    opened.push_async_callback(media.close)
     guides = GuideCheck(count=lambda outcome: metrics.guides.labels(outcome).inc())
+    opened.callback(guides.close)
+    tokenization = TokenizationPool(settings.tokenizer_threads)
+    opened.callback(tokenization.close)
+    metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
     preparation = Preparation(backend, models, settings)
     metrics.tokenizers.show(backend, preparation.forms)
     domains = CacheDomains(settings.isolate_tenants, settings.tenant_header)
     bodies = BodyReader(InflationLimits(settings.max_body_bytes), settings.max_body_values, tokenization, clock)
-    # For endpoints of the routers that take the same bodies.
-    app.state.preparation, app.state.tokenization, app.state.media = preparation, tokenization, media
-    app.state.bodies, app.state.domains, app.state.request_ids = bodies, domains, request_ids
-    app.state.metrics, app.state.tracing = metrics, tracing
     keys = None
     if settings.api_keys is not None:
         processes = 1 if place is None else place.size
         keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, processes)
         app.add_middleware(AccessGate, keys=keys)
-    app.state.keys = keys
-    kept = _kept_responses(settings, metrics, clock, place, data_dir)
-    owner_of = partial(owner, isolated=settings.isolate_tenants)
-
-    async def responses(raw: bytes, caller: Caller | None, answered: bool = True) -> PreparedRequest:
-        body = parse_responses(raw)
-        whose = owner_of(caller)
-        form = kept.form(body, whose) if answered else None
-        await kept.dereference(body, whose)
-        return preparation.responses(body, await kept.earlier(body, whose), form)
-
-    prepares: tuple[tuple[str, str, Prepare], ...] = (
-        ("chat_completions", "/v1/chat/completions", lambda raw, caller: preparation.chat(raw)),
-        ("completions", "/v1/completions", lambda raw, caller: preparation.completion(raw)),
-        ("responses", "/v1/responses", responses),
-        ("messages", "/v1/messages", lambda raw, caller: preparation.messages(raw)),
+    app.front = front = FrontEnd(
+        app=app,
+        opened=opened,
+        settings=settings,
+        backend=backend,
+        preparation=preparation,
+        tokenization=tokenization,
+        bodies=bodies,
+        request_ids=request_ids,
+        metrics=metrics,
+        clock=clock,
+        media=media,
+        guides=guides,
+        domains=domains,
+        traffic=app.traffic,
+        tracing=tracing,
+        keys=keys,
+        place=place,
+        data_dir=data_dir,
     )
-    common: dict[str, Any] = {
-        "backend": backend,
-        "tokenization": tokenization,
-        "bodies": bodies,
-        "request_ids": request_ids,
-        "metrics": metrics,
-        "settings": settings,
-        "clock": clock,
-        "media": media,
-        "guides": guides,
-        "domains": domains,
-        "traffic": app.traffic,
-        "tracing": tracing,
-    }
-    videos = VideoJobs(backend, ResultFiles(_own_directory(place, data_dir, RESULTS_FOLDER)), clock)
-    app.state.results = videos.files
-    serving: dict[str, InferenceEndpoint] = {
-        path: InferenceEndpoint(name=name, prepare=prepare, dialect=dialect_of(path), **common)
-        for name, path, prepare in prepares
-    }
-    for path in READERS:
-        serving[path] = TaskEndpoint(path, preparation.served, videos.files, videos, owner_of, **common)
-    for path, endpoint in serving.items():
-        app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
-        app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)
+    apis = (CHAT, *installed_endpoints())
+    for api in apis:
+        for path, endpoint in api.join(front).items():
+            app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
+            app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)
     if settings.cors_allow_origins:
         app.add_middleware(CORSMiddleware, **cors_options(settings.cors_allow_origins))
-    describe_inference(app)
+    describe_inference(app, [api.description for api in apis])
     _add_models(app, backend, preparation)
-    counted = partial(responses, answered=False)
-    add_tokenizer_endpoints(app, preparation, counted, tokenization, bodies, media, domains)
-    add_kept_response_endpoints(app, kept, lambda request: owner_of(caller_of(request.scope)))
-    add_result_endpoints(app, videos, lambda request: owner_of(caller_of(request.scope)))
+    add_tokenizer_endpoints(front)
     _add_health(app, backend, lambda: SERVER_ENDS if is_ending() else ready(), is_ending, endpoints, troubles)
     _add_metrics(app, registry)
     _add_error_shape(app, metrics, settings.isolate_tenants)
     return app
-
-
-RESPONSES_FILE = Path("responses") / "responses.sqlite3"
-"""Where responses are kept within a data_dir."""
-
-RESULTS_FOLDER = Path("results")
-"""Where images and videos are kept there."""
-
-
-def _own_directory(place: GroupPlace | None, data_dir: Path | None, name: Path) -> Path | None:
-    """Return where something is kept that the processes of a router share; ``None`` = a process has its own."""
-    directory = data_dir if data_dir is not None else None if place is None else place.directory
-    return None if directory is None else directory / name
-
-
-def _kept_responses(
-    settings: FrontendSettings,
-    metrics: FrontendMetrics,
-    clock: Clock,
-    place: GroupPlace | None,
-    data_dir: Path | None,
-) -> KeptResponses:
-    """Return what keeps responses: on disk with a data_dir or for a group, or in memory."""
-    store: ResponseStore | None = None
-    if settings.response_store_bytes:
-        path = _own_directory(place, data_dir, RESPONSES_FILE)
-        limits = (settings.response_store_bytes, TTL_S)
-        try:
-            store = ResponseStore(path, *limits, clock)
-        except OSError as error:
-            log.error("%s; they are kept in the memory of this process alone", error)
-            store = ResponseStore(None, *limits, clock)
-    return KeptResponses(store, settings.max_body_bytes, lambda outcome: metrics.kept_responses.labels(outcome).inc())
 
 
 def _gate_keys(
@@ -562,7 +496,10 @@ def _add_error_shape(app: FastAPI, metrics: FrontendMetrics, isolate_tenants: bo
     async def on_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, StarletteHTTPException), "registered for this type only"
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-        shaped = RequestError(error.status_code, code, f"{request.method} {request.url.path}: {error.detail}")
+        path = request.url.path
+        plugin = absent_endpoint(path) if error.status_code == 404 else ""
+        why = f"the plug-in {plugin!r} of {ENDPOINTS} is not installed" if plugin else error.detail
+        shaped = RequestError(error.status_code, code, f"{request.method} {path}: {why}")
         return _answer(request, shaped, error.headers)
 
     async def on_wrong_parameter(request: Request, error: Exception) -> Response:

@@ -27,7 +27,6 @@ from starlette.types import Receive, Scope, Send
 from poolgrid.kernel.requests.inference import (
     HINT_HEADERS,
     NO_HINT,
-    InferenceBackend,
     InferenceRequest,
     Refused,
     StreamDelta,
@@ -38,10 +37,10 @@ from poolgrid.kernel.wire.hashing import TOKEN_BYTES
 from poolgrid.kernel.wire.trace_context import caller_context
 from poolgrid.server.frontend.access.gate import CALLER
 from poolgrid.server.frontend.access.meter import limit_headers
-from poolgrid.server.frontend.access.tenants import CacheDomains, Caller
+from poolgrid.server.frontend.access.tenants import Caller
 from poolgrid.server.frontend.errors import OPENAI, ApiDialect, RequestError, refused, without_others
-from poolgrid.server.frontend.guide_check import GuideCheck
-from poolgrid.server.frontend.media.loader import MediaLease, MediaLoader
+from poolgrid.server.frontend.front_end import FrontEnd
+from poolgrid.server.frontend.media.loader import MediaLease
 from poolgrid.server.frontend.metrics import FrontendMetrics, ModelSeries
 from poolgrid.server.frontend.parsed_answers import encoder_of, stops_parser
 from poolgrid.server.frontend.prepared_request import PreparedRequest, Prompt
@@ -49,8 +48,6 @@ from poolgrid.server.frontend.prompts import look_up, tokenize
 from poolgrid.server.frontend.request_body import (
     GZIP_BYTES_MIN,
     SHORT_BYTES,
-    BodyReader,
-    RequestIds,
     accepts_gzip,
     check_announced,
     check_shape,
@@ -61,16 +58,13 @@ from poolgrid.server.frontend.responses import AnswerEncoder, counts_so_far, usa
 from poolgrid.server.frontend.sequence_output import RequestOutput, SequenceOutput
 from poolgrid.server.frontend.sequences import sequences_of
 from poolgrid.server.frontend.session_fields import SESSION_HEADERS, session_hint
-from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.frontend.stream_head import KeepAlive, StreamHead
 from poolgrid.server.frontend.tokenization import TokenizationPool
 from poolgrid.server.frontend.tools import HOSTED_TOOL
-from poolgrid.server.frontend.traffic import EndedRequest, TokenTotals, Traffic, tell_request
+from poolgrid.server.frontend.traffic import EndedRequest, TokenTotals, tell_request
 from poolgrid.server.http.client_address import client_address
 from poolgrid.server.http.guard import SERVER_ENDS, guard_of
-from poolgrid.server.process.clock import Clock
 from poolgrid.server.process.tasks import detached
-from poolgrid.server.process.tracing.tracing import Tracing
 
 log: Final = logging.getLogger(__name__)
 
@@ -117,51 +111,33 @@ Arrivals = Sequence[tuple[SequenceOutput, Sequence[StreamDelta]]]
 class InferenceEndpoint:
     """One of the endpoints; an ASGI application of its own."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        prepare: Prepare,
-        backend: InferenceBackend,
-        tokenization: TokenizationPool,
-        bodies: BodyReader,
-        request_ids: RequestIds,
-        metrics: FrontendMetrics,
-        settings: FrontendSettings,
-        clock: Clock,
-        media: MediaLoader,
-        guides: GuideCheck,
-        domains: CacheDomains,
-        traffic: Traffic,
-        dialect: ApiDialect = OPENAI,
-        tracing: Tracing | None = None,
-    ) -> None:
+    def __init__(self, front: FrontEnd, name: str, prepare: Prepare, dialect: ApiDialect = OPENAI) -> None:
         self.name = name
         """Value of the metrics' ``endpoint`` label."""
         self.takes_forms = False
         """Whether a body may be a form (``multipart/form-data``) in place of JSON."""
         self._prepare = prepare
         self._dialect = dialect
-        self._backend = backend
-        self._tokenization = tokenization
-        self._bodies = bodies
-        self._request_ids = request_ids
-        self._metrics = metrics
+        self._backend = front.backend
+        self._tokenization = front.tokenization
+        self._bodies = front.bodies
+        self._request_ids = front.request_ids
+        self._metrics = metrics = front.metrics
         self._in_flight = metrics.in_flight.labels(self.name)
         for streaming in ("true", "false"):
             # From 0 on: a series that begins with its first errors would show no increase.
             metrics.requests.labels(self.name, "500", streaming)
-        self._settings = settings
-        self._clock = clock
-        self._media = media
-        self._guides = guides
-        self._domains = domains
-        self._traffic = traffic
-        self._tracing = tracing
-        self._isolates = settings.isolate_tenants
-        self.keep_alive_s = settings.keep_alive_interval_s or math.inf
+        self._settings = front.settings
+        self._clock = front.clock
+        self._media = front.media
+        self._guides = front.guides
+        self._domains = front.domains
+        self._traffic = front.traffic
+        self._tracing = front.tracing
+        self._isolates = front.settings.isolate_tenants
+        self.keep_alive_s = front.settings.keep_alive_interval_s or math.inf
         self._left_out: set[str] = set()
-        self._body_bytes_max = settings.max_body_bytes
+        self._body_bytes_max = front.settings.max_body_bytes
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         """Return what serves one POST: a coroutine around it would be woken with it every time."""

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Final
-
-import msgspec
 
 from poolgrid.kernel.requests.inference import InferenceBackend, ServedModel
 from poolgrid.server.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.server.frontend.guides import Guide, guide_of
 from poolgrid.server.frontend.media.conversation import find_media
 from poolgrid.server.frontend.message_adaptation import CONTENT, FUNCTION_CALL, ROLE, TOOL_CALLS, write_as_tool_calls
-from poolgrid.server.frontend.messages_api.conversation import chat_body as chat_of_messages
-from poolgrid.server.frontend.messages_api.encoder import MessagesEncoder
-from poolgrid.server.frontend.messages_api.schema import CountedBody, MessagesBody
 from poolgrid.server.frontend.model_forms import ModelForm, ModelForms, template_source
-from poolgrid.server.frontend.prepared_request import AnswerForm, PreparedRequest
+from poolgrid.server.frontend.prepared_request import PreparedRequest
 from poolgrid.server.frontend.prompt_model import PromptModel, PromptModels
 from poolgrid.server.frontend.prompts import check_vocabulary, count_prompts
 from poolgrid.server.frontend.reasoning_switch import apply_switch
-from poolgrid.server.frontend.responses_api.conversation import Items, ResponsesBody
-from poolgrid.server.frontend.responses_api.conversation import chat_body as chat_of_responses
 from poolgrid.server.frontend.schema import (
     ChatBody,
     CompletionBody,
     InferenceBody,
     chat_decoder,
     completion_decoder,
-    parse,
     parse_inference,
-    refuse,
     settle_aliases,
 )
 from poolgrid.server.frontend.sequences import check_retention
@@ -39,8 +28,6 @@ from poolgrid.server.frontend.session_fields import (
     RESULT_ROLES,
     answered_by,
     keep_ms_of,
-    keep_ms_of_messages,
-    response_key,
 )
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.frontend.tool_use import ToolUse
@@ -54,19 +41,6 @@ STOP_STRINGS_MAX = 16
 
 STOP_CHARS_MAX = 256
 """Longest stop string: it is also the most text that a stream may hold back."""
-
-_responses_decoder: Final = msgspec.json.Decoder(ResponsesBody)
-_messages_decoder: Final = msgspec.json.Decoder(MessagesBody)
-_counted_decoder: Final = msgspec.json.Decoder(CountedBody)
-
-
-def parse_responses(raw: bytes) -> ResponsesBody:
-    """Parse the body of a Responses request; raises ``RequestError``."""
-    body = parse(_responses_decoder, raw)
-    refuse(body)
-    if body.include and "message.output_text.logprobs" in body.include:
-        raise unsupported("include", "use /v1/chat/completions for log probabilities")
-    return body
 
 
 class Preparation:
@@ -86,29 +60,6 @@ class Preparation:
         if plain:
             return self._job(body, chat=True, logprobs=None, prompts=1, is_plain=True)
         return self.chat_job(body)
-
-    def responses(self, body: ResponsesBody, earlier: Items, form: AnswerForm | None = None) -> PreparedRequest:
-        """Check a Responses request that was parsed, with the items that it continues; raises ``RequestError``."""
-        job = self.chat_job(chat_of_responses(body, earlier))
-        if body.previous_response_id and not job.answer:
-            job.answer = response_key(body.previous_response_id)
-        job.form = form
-        return job
-
-    def messages(self, raw: bytes) -> PreparedRequest:
-        """Check the body of a Messages request; raises ``RequestError``."""
-        body = parse(_messages_decoder, raw)
-        refuse(body)
-        job = self.chat_job(chat_of_messages(body), lenient=True)
-        job.keep_ms = max(job.keep_ms, keep_ms_of_messages(body))
-        job.form = AnswerForm(partial(MessagesEncoder, body, job.keep_ms))
-        return job
-
-    def counted_messages(self, raw: bytes) -> PreparedRequest:
-        """Check the body of a request to count the tokens of messages; raises ``RequestError``."""
-        body = parse(_counted_decoder, raw)
-        refuse(body)
-        return self.chat_job(chat_of_messages(body), lenient=True)
 
     def chat_job(self, body: ChatBody, lenient: bool = False) -> PreparedRequest:
         """Check a chat request that is parsed already; raises ``RequestError``.

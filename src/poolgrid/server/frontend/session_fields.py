@@ -11,7 +11,7 @@ Rules
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -20,7 +20,6 @@ from poolgrid.kernel.requests.inference import NO_HINT, SessionHint
 from poolgrid.kernel.wire.hashing import stable_u64
 from poolgrid.kernel.wire.identifiers import OBJECT_PREFIXES
 from poolgrid.server.frontend.errors import invalid, quoted
-from poolgrid.server.frontend.messages_api.schema import CountedBody
 from poolgrid.server.frontend.prepared_request import PreparedRequest
 from poolgrid.server.frontend.schema import Message, SamplingFields
 
@@ -204,33 +203,12 @@ def keep_ms_of(body: SamplingFields) -> int:
     if options is not None and options.mode != "explicit":  # which keeps what breakpoints name, and they are not read
         keep_ms = max(keep_ms, OPTIONS_MS[options.ttl])
     if nvext is not None and nvext.cache_control is not None:
-        keep_ms = max(keep_ms, _control_ms(nvext.cache_control, "nvext.cache_control"))
+        keep_ms = max(keep_ms, control_ms(nvext.cache_control, "nvext.cache_control"))
     return keep_ms
 
 
-def keep_ms_of_messages(body: CountedBody) -> int:
-    """Return how long the ``cache_control`` in a Messages body asks to keep it; raises ``RequestError``."""
-    return max((_control_ms(control, place) for control, place in _controls(body)), default=0)
-
-
-def _controls(body: CountedBody) -> Iterator[tuple[Any, str]]:
-    if body.cache_control is not None:
-        yield body.cache_control, "cache_control"
-    for index, tool in enumerate(body.tools or ()):
-        if tool.cache_control is not None:
-            yield tool.cache_control, f"tools[{index}].cache_control"
-    if isinstance(body.system, list):
-        for number, block in enumerate(body.system):
-            if block.get("cache_control") is not None:
-                yield block["cache_control"], f"system[{number}].cache_control"
-    for index, message in enumerate(body.messages):
-        if isinstance(message.content, list):
-            for number, block in enumerate(message.content):
-                if block.get("cache_control") is not None:
-                    yield block["cache_control"], f"messages[{index}].content[{number}].cache_control"
-
-
-def _control_ms(control: Any, place: str) -> int:
+def control_ms(control: Any, place: str) -> int:
+    """Return how long a ``cache_control`` at ``place`` asks to keep what is before it; raises ``RequestError``."""
     if not isinstance(control, dict):
         raise invalid(place, f'{place} is {quoted(control)}: allowed is an object such as {{"type": "ephemeral"}}')
     if control.get("type") != "ephemeral":

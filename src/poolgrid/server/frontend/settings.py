@@ -16,6 +16,7 @@ from poolgrid.server.process.parser_names import (
     reasoning_parser_name,
     tool_call_parser_name,
 )
+from poolgrid.server.process.plugins import ENDPOINTS, has_plugin
 from poolgrid.server.process.settings import InputFile
 
 TTFT_TARGET_MS = 2000.0
@@ -193,5 +194,15 @@ class FrontendSettings(MediaSettings):
             raise ValueError(
                 f"tenant_header is {self.tenant_header!r}: it is for isolate_tenants without api_keys, which name "
                 "tenants themselves; leave it out, or set isolate_tenants"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _responses_are_kept_by_a_plugin(self) -> Self:
+        kept = self.response_store_bytes if "response_store_bytes" in self.model_fields_set else 0
+        if kept and not has_plugin(ENDPOINTS, "responses"):
+            raise ValueError(
+                f"response_store_bytes is {kept}, and the plug-in 'responses' is not installed: leave "
+                "response_store_bytes out"
             )
         return self

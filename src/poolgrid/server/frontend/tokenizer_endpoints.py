@@ -1,36 +1,28 @@
 """``/tokenize`` and ``/detokenize``: a model's own tokenizer, as its prompts and answers see it.
 
 A chat is tokenized exactly as ``/v1/chat/completions`` would: the token ids are those that a worker would get.
-
-``/v1/messages/count_tokens`` and ``/v1/responses/input_tokens``: how long a prompt is, without answering it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from msgspec import Struct
 
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES, unpack_tokens
 from poolgrid.server.frontend.access.gate import caller_of
-from poolgrid.server.frontend.access.tenants import CacheDomains, Caller
 from poolgrid.server.frontend.errors import invalid
-from poolgrid.server.frontend.media.loader import MediaLoader
+from poolgrid.server.frontend.front_end import FrontEnd
 from poolgrid.server.frontend.preparation import Preparation
 from poolgrid.server.frontend.prepared_request import PreparedRequest
 from poolgrid.server.frontend.prompts import check_vocabulary
 from poolgrid.server.frontend.prompts import tokenize as tokenized
-from poolgrid.server.frontend.request_body import BodyReader
 from poolgrid.server.frontend.schema import AnyReasoning, AnyThinking, ChatBody, Message, TokenId, parse
-from poolgrid.server.frontend.tokenization import TokenizationPool
 
-MESSAGES_COUNT_PATH = "/v1/messages/count_tokens"
-RESPONSES_COUNT_PATH = "/v1/responses/input_tokens"
 TOKENIZE_PATH = "/tokenize"
 DETOKENIZE_PATH = "/detokenize"
 
@@ -87,55 +79,23 @@ _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
-def add_tokenizer_endpoints(
-    app: FastAPI,
-    preparation: Preparation,
-    prepare_response: Callable[[bytes, Caller | None], Awaitable[PreparedRequest]],
-    tokenization: TokenizationPool,
-    bodies: BodyReader,
-    media: MediaLoader,
-    domains: CacheDomains,
-) -> None:
-    """Add the endpoints to an application."""
-
-    async def prompt_tokens(request: Request, raw: bytes, job: PreparedRequest) -> int:
-        caller = caller_of(request.scope)
-        if caller is not None:
-            caller.check_model(job.body.model)
-            if job.media:
-                caller.check_feature("media")
-        domains.claim(job, caller, request.headers.raw)
-        with closing(media.lease()) as lease:
-            job.items = await media.load(job.media, lease, job.domain, job.served.media.item_bytes_max)
-            (prompt,) = await tokenization.run(len(raw), partial(tokenized, job))
-        return prompt.isl
-
-    @app.post(MESSAGES_COUNT_PATH, tags=["tokenizer"])
-    async def count_tokens(request: Request) -> dict[str, Any]:
-        """Return the number of tokens that a request's prompt has, its images included."""
-        raw = await bodies.read(request)
-        return {"input_tokens": await prompt_tokens(request, raw, preparation.counted_messages(raw))}
-
-    @app.post(RESPONSES_COUNT_PATH, tags=["tokenizer"])
-    async def count_input_tokens(request: Request) -> dict[str, Any]:
-        """Return the number of tokens that a response's prompt has, its images included."""
-        raw = await bodies.read(request)
-        job = await prepare_response(raw, caller_of(request.scope))
-        return {"object": "response.input_tokens", "input_tokens": await prompt_tokens(request, raw, job)}
+def add_tokenizer_endpoints(front: FrontEnd) -> None:
+    """Add the endpoints to a front end."""
+    app, preparation, tokenization = front.app, front.preparation, front.tokenization
 
     @app.post(TOKENIZE_PATH, tags=["tokenizer"])
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt or a chat."""
-        raw = await bodies.read(request)
+        raw = await front.bodies.read(request)
         body = parse(_tokenize_decoder, raw)
         model = _model(request, body.model, preparation)
-        claim = partial(domains.claim, caller=caller_of(request.scope), headers=request.headers.raw)
+        claim = partial(front.domains.claim, caller=caller_of(request.scope), headers=request.headers.raw)
         return _answer(await tokenization.run(len(raw), partial(_tokenized, preparation, body, model, claim)))
 
     @app.post(DETOKENIZE_PATH, tags=["tokenizer"])
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
-        raw = await bodies.read(request)
+        raw = await front.bodies.read(request)
         body = parse(_detokenize_decoder, raw)
         model = _model(request, body.model, preparation)
         return _answer(await tokenization.run(len(raw), partial(_detokenized, preparation, body, model)))

@@ -11,6 +11,7 @@ EVENT_PLANES = "poolgrid.event_planes"
 DISCOVERY = "poolgrid.discovery"
 POLICIES = "poolgrid.policies"
 COMMANDS = "poolgrid.commands"
+ENDPOINTS = "poolgrid.endpoints"
 PARSERS = "poolgrid.parsers"
 PARTS = "poolgrid.parts"
 """What processes and commands take in where it is installed, by the name of the part."""
@@ -63,7 +64,7 @@ def load_part(name: str, what: str) -> Any:
 @cache
 def plugin_names(group: str) -> tuple[str, ...]:
     """Return the names that the entry points of a group have, in order."""
-    return tuple(sorted(each.name for each in installed_plugins(group)))
+    return tuple(sorted({each.name for each in installed_plugins(group)}))
 
 
 def check_policy_name(name: str) -> None:

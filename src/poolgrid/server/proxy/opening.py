@@ -33,23 +33,23 @@ def open_forwarding(
 ) -> ForwardApplication:
     """Return the application that serves all requests: it forwards what is for engine servers, and gives ``app`` the
     rest. ``opened`` ends it. ``make_server`` opens a server by its URL; by default it is an engine server."""
-    state = app.state
-    reader = PromptReader(state.preparation, state.tokenization, state.domains, settings.max_body_values)
+    parts = app.front
+    reader = PromptReader(parts.preparation, parts.tokenization, parts.domains, settings.max_body_values)
     front = ForwardApplication(
         app,
         backend,
         reader,
         prompts,
-        state.bodies,
-        state.request_ids,
-        state.metrics,
+        parts.bodies,
+        parts.request_ids,
+        parts.metrics,
         settings,
         app.traffic,
-        state.domains,
+        parts.domains,
         clock,
         make_server or partial(ForwardServer, api_key=settings.engine_api_key or None),
-        state.tracing,
-        state.keys,
+        parts.tracing,
+        parts.keys,
         own_paths_of(app),
     )
     front.open(opened)

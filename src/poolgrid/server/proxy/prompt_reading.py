@@ -14,68 +14,23 @@ from functools import partial
 from typing import Any, Final
 
 import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import Raw, Struct
 
 from poolgrid.kernel.requests.inference import InferenceRequest
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES
 from poolgrid.kernel.wire.limits import U32_MAX
 from poolgrid.kernel.wire.requests import Sampling
 from poolgrid.server.frontend.access.tenants import CacheDomains
-from poolgrid.server.frontend.errors import RequestError, unsupported
-from poolgrid.server.frontend.preparation import Preparation, parse_responses
+from poolgrid.server.frontend.api_endpoint import installed_endpoints
+from poolgrid.server.frontend.chat_endpoint import CHAT
+from poolgrid.server.frontend.errors import RequestError
+from poolgrid.server.frontend.preparation import Preparation
 from poolgrid.server.frontend.prepared_request import PreparedRequest
 from poolgrid.server.frontend.prompts import tokenize
 from poolgrid.server.frontend.request_body import SHORT_BYTES, check_shape
-from poolgrid.server.frontend.responses_api.kept import references
 from poolgrid.server.frontend.tokenization import TokenizationPool
 
 log = logging.getLogger(__name__)
-
-Kept = Raw | UnsetType
-
-
-class _PromptFields(Struct, kw_only=True, omit_defaults=True):
-    """What makes a prompt in any of the APIs, byte for byte as the client wrote it.
-
-    ``tool_choice`` is not among it: vLLM shows the model its tools also where it must not use them (tried on 0.32).
-    """
-
-    model: Kept = UNSET
-    cache_salt: Kept = UNSET
-    tools: Kept = UNSET
-    chat_template_kwargs: Kept = UNSET
-
-
-class _ChatFields(_PromptFields, kw_only=True, omit_defaults=True):
-    messages: Kept = UNSET
-    documents: Kept = UNSET
-    reasoning_effort: Kept = UNSET
-    add_generation_prompt: Kept = UNSET
-    continue_final_message: Kept = UNSET
-    add_special_tokens: Kept = UNSET
-
-
-class _CompletionFields(Struct, kw_only=True, omit_defaults=True):
-    model: Kept = UNSET
-    cache_salt: Kept = UNSET
-    prompt: Kept = UNSET
-    add_special_tokens: Kept = UNSET
-
-
-class _MessagesFields(_PromptFields, kw_only=True, omit_defaults=True):
-    messages: Kept = UNSET
-    system: Kept = UNSET
-    thinking: Kept = UNSET
-    max_tokens: Kept = UNSET
-
-
-class _ResponsesFields(_PromptFields, kw_only=True, omit_defaults=True):
-    input: Kept = UNSET
-    instructions: Kept = UNSET
-    reasoning: Kept = UNSET
-    previous_response_id: Kept = UNSET
-    conversation: Kept = UNSET
-    prompt: Kept = UNSET
 
 
 class PromptReading(Struct, frozen=True):
@@ -145,18 +100,10 @@ class PromptReader:
         self._domains = domains
         self._values_max = values_max
         self._prepare: dict[str, tuple[msgspec.json.Decoder[Any], Callable[[bytes], PreparedRequest]]] = {
-            "/v1/chat/completions": (msgspec.json.Decoder(_ChatFields), preparation.chat),
-            "/v1/completions": (msgspec.json.Decoder(_CompletionFields), preparation.completion),
-            "/v1/responses": (msgspec.json.Decoder(_ResponsesFields), self._prepare_response),
-            "/v1/messages": (msgspec.json.Decoder(_MessagesFields), preparation.messages),
+            path: (msgspec.json.Decoder(prompt.fields), partial(prompt.prepare, preparation))
+            for endpoint in (CHAT, *installed_endpoints())
+            for path, prompt in endpoint.prompts.items()
         }
-
-    def _prepare_response(self, raw: bytes) -> PreparedRequest:
-        """Check a Responses request; raises ``RequestError`` for one that continues what its engine keeps."""
-        body = parse_responses(raw)
-        if body.previous_response_id is not None or any(references(body.input)):
-            raise unsupported("previous_response_id", "the engine keeps the conversation")
-        return self._preparation.responses(body, ())
 
     async def read(
         self, path: str, body: bytes, request_id: str, values: Mapping[str, Raw] | None = None

@@ -174,7 +174,7 @@ class RouterProcess:
     @staticmethod
     def make_ready(app: Application, service: Service) -> None:
         """Make ready for the models that are served."""
-        app.state.preparation.forms.make_ready(service.models())
+        app.front.preparation.forms.make_ready(service.models())
 
 
 def decision_not_found(

@@ -12,17 +12,18 @@ import httpx
 import openai
 import pytest
 
+from poolgrid.plugins.responses_api import response_store
+from poolgrid.plugins.responses_api.response_store import ENTRY_BYTES, KeptResponse, ResponseStore
 from poolgrid.server.frontend.access import key_file
 from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
-from poolgrid.server.frontend.responses_api import kept as kept_module
-from poolgrid.server.frontend.responses_api.kept import ENTRY_BYTES, KeptResponse, Owner, ResponseStore
+from poolgrid.server.frontend.access.owner import Owner
 from tests.clock import HandClock
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application, in_process, served_in_thread
 from tests.frontend.weather_tool import TOOL
 from tests.installed import needs_parsers
 
-open_database = kept_module._open
+open_database = response_store._open
 ALICE = Owner("alice", 2)
 BOB = Owner("bob", 2)
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
@@ -330,7 +331,7 @@ def full_disk(database: sqlite3.Connection) -> sqlite3.Connection:
 async def test_a_response_that_cannot_be_written_is_delivered_and_says_that_it_is_not_stored(
     asked: dict[str, Any], streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_module, "_open", lambda path: full_disk(open_database(path)))
+    monkeypatch.setattr(response_store, "_open", lambda path: full_disk(open_database(path)))
     app = application(FakeBackend(lambda _: speak("Fine.")))
     body = {"model": "tiny", "input": "hi " * 10_000, "max_output_tokens": 9, "stream": streamed, **asked}
     async with in_process(app) as http:

@@ -11,10 +11,10 @@ from typing import Any, Final
 import msgspec
 
 from poolgrid.kernel.wire.identifiers import name_of
+from poolgrid.plugins.messages_api.conversation import parsed_input
+from poolgrid.plugins.messages_api.schema import MessagesBody
 from poolgrid.server.frontend.answer_pieces import PieceKind
 from poolgrid.server.frontend.errors import ANTHROPIC, RequestError
-from poolgrid.server.frontend.messages_api.conversation import parsed_input
-from poolgrid.server.frontend.messages_api.schema import MessagesBody
 from poolgrid.server.frontend.piece_encoder import AnswerPart, PieceEncoder
 from poolgrid.server.frontend.prepared_request import AnswerStart
 from poolgrid.server.frontend.responses import escape_line_ends

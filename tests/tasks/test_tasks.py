@@ -21,15 +21,14 @@ from poolgrid.kernel.requests.inference import InferenceRequest, Refused, Served
 from poolgrid.kernel.wire.identifiers import Stage
 from poolgrid.kernel.wire.tasks import EmbeddingTask, TaskResult, VisualTask
 from poolgrid.plugins.simulated.core import pictures
+from poolgrid.plugins.tasks import result_files, videos
+from poolgrid.plugins.tasks.forms import HEAD_BYTES_MAX, read_form
+from poolgrid.plugins.tasks.result_files import ResultFiles
+from poolgrid.plugins.tasks.schema import PROMPT_CHARS_MAX, read_video
 from poolgrid.server.frontend.access import key_file
 from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
+from poolgrid.server.frontend.access.owner import Owner
 from poolgrid.server.frontend.errors import RequestError
-from poolgrid.server.frontend.responses_api.kept import Owner
-from poolgrid.server.frontend.tasks import videos
-from poolgrid.server.frontend.tasks import videos as result_files
-from poolgrid.server.frontend.tasks.forms import HEAD_BYTES_MAX, read_form
-from poolgrid.server.frontend.tasks.schema import PROMPT_CHARS_MAX, read_video
-from poolgrid.server.frontend.tasks.videos import ResultFiles
 from tests.frontend.fake_backend import FakeBackend, Step
 from tests.frontend.server import application, in_process, served_in_thread
 
@@ -316,7 +315,7 @@ async def test_a_job_that_is_deleted_is_cancelled_by_any_process(
         other = (await client.post("/v1/videos", json={"prompt": "y"})).json()["id"]
         assert (await client.delete(f"/v1/videos/{own}")).status_code == 200
         await asyncio.wait_for(backend.streams[0].cancelled.wait(), 120)
-        files = app.state.results  # as another process deletes it
+        files = app.state.videos.files  # as another process deletes it
         assert files.forget(Owner("", 1), other)
         await asyncio.wait_for(backend.streams[1].cancelled.wait(), 120)
 
@@ -332,7 +331,7 @@ async def test_a_job_that_is_deleted_while_it_tells_its_progress_is_cancelled_to
     app = application(backend)
     async with in_process(app) as client:
         video_id = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
-        assert app.state.results.forget(Owner("", 1), video_id)
+        assert app.state.videos.files.forget(Owner("", 1), video_id)
         deleted.set()
         await asyncio.wait_for(backend.streams[0].cancelled.wait(), 120)
         assert (await client.get("/v1/videos")).json()["data"] == []
@@ -499,7 +498,7 @@ def test_a_part_with_a_file_name_of_any_form_is_a_file(name: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/images/generations", "/v1/videos"])
 async def test_no_body_is_read_where_no_model_serves_its_task(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.server.frontend.tasks.schema.read_form", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr("poolgrid.plugins.tasks.schema.read_form", lambda *_: pytest.fail("it was read"))
     async with asked(FakeBackend(work, served=MODELS[3:])) as client:
         for body in ({"json": {"prompt": "x"}}, {"files": {"prompt": (None, "x")}}):
             answer = await client.post(path, **body)

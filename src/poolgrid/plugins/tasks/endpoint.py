@@ -2,14 +2,14 @@
 has it.
 
 A task has one answer, whole at its end. When its client leaves before, it is cancelled on its worker; a video whose
-client did not ask to wait continues (``poolgrid.server.frontend.tasks.videos``).
+client did not ask to wait continues (``poolgrid.plugins.tasks.videos``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -21,13 +21,10 @@ from poolgrid.kernel.wire.identifiers import Stage
 from poolgrid.kernel.wire.limits import MULTIMODAL_BYTES_MAX
 from poolgrid.kernel.wire.requests import Sampling
 from poolgrid.kernel.wire.tasks import TaskResult
-from poolgrid.server.frontend.access.tenants import Caller
-from poolgrid.server.frontend.errors import RequestError, invalid, quoted, unsupported
-from poolgrid.server.frontend.inference_endpoint import InferenceEndpoint, InferenceExchange
-from poolgrid.server.frontend.request_body import too_large
-from poolgrid.server.frontend.responses_api.kept import Owner
-from poolgrid.server.frontend.tasks.output import TaskOutput
-from poolgrid.server.frontend.tasks.schema import (
+from poolgrid.plugins.tasks.output import TaskOutput
+from poolgrid.plugins.tasks.result_endpoints import VIDEOS_PATH
+from poolgrid.plugins.tasks.result_files import new_id, shown_type
+from poolgrid.plugins.tasks.schema import (
     EmbeddingBody,
     PreparedTask,
     Reader,
@@ -36,7 +33,13 @@ from poolgrid.server.frontend.tasks.schema import (
     read_images,
     read_video,
 )
-from poolgrid.server.frontend.tasks.videos import NewVideo, ResultFiles, VideoJobs, new_id, shown_type
+from poolgrid.plugins.tasks.videos import NewVideo, VideoJobs
+from poolgrid.server.frontend.access.owner import Owner
+from poolgrid.server.frontend.access.tenants import Caller
+from poolgrid.server.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.server.frontend.front_end import FrontEnd
+from poolgrid.server.frontend.inference_endpoint import InferenceEndpoint, InferenceExchange
+from poolgrid.server.frontend.request_body import too_large
 from poolgrid.server.http.client_address import client_address
 
 NO_TOKENS: Final = Sampling(1)
@@ -47,37 +50,27 @@ VECTORS_PER_STEP: Final = 16
 
 WORD: Final = {Stage.EMBEDDING: "embeddings", Stage.IMAGE: "images", Stage.VIDEO: "videos"}
 
+EMBEDDINGS_PATH: Final = "/v1/embeddings"
+IMAGES_PATH: Final = "/v1/images/generations"
+
 READERS: Final[Mapping[str, tuple[Stage, Reader]]] = {
-    "/v1/embeddings": (Stage.EMBEDDING, read_embeddings),
-    "/v1/images/generations": (Stage.IMAGE, read_images),
-    "/v1/videos": (Stage.VIDEO, read_video),
+    EMBEDDINGS_PATH: (Stage.EMBEDDING, read_embeddings),
+    IMAGES_PATH: (Stage.IMAGE, read_images),
+    VIDEOS_PATH: (Stage.VIDEO, read_video),
 }
 """By path, what is asked for there, and what reads the bodies."""
-
-Served = Callable[[str], tuple[ServedModel, str] | None]
-"""Returns the model that clients mean by a name, and the adapter if it is one."""
 
 
 class TaskEndpoint(InferenceEndpoint):
     """One of the endpoints of tasks."""
 
-    def __init__(
-        self,
-        path: str,
-        served: Served,
-        files: ResultFiles,
-        videos: VideoJobs,
-        owner_of: Callable[[Caller | None], Owner | None],
-        **shared: Any,
-    ) -> None:
-        """``shared`` is what all inference endpoints are made with."""
+    def __init__(self, front: FrontEnd, path: str, videos: VideoJobs) -> None:
         self.stage, self.read = READERS[path]
-        super().__init__(name=WORD[self.stage], prepare=_no_prompts, **shared)
+        super().__init__(front, WORD[self.stage], _no_prompts)
         self.takes_forms = self.read is read_video
-        self.files = files
         self.videos = videos
-        self.owner_of = owner_of
-        self._served_by_name = served
+        self.owner_of = front.owner_of
+        self._served_by_name = front.preparation.served
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         return TaskExchange(self, scope, self._clock.monotonic_ms(), receive, send).run()
@@ -196,7 +189,7 @@ class TaskExchange(InferenceExchange):
         endpoint = self._endpoint
         assert isinstance(endpoint, TaskEndpoint), "made by one"
         try:
-            await asyncio.to_thread(endpoint.files.keep, owner, result_id, msgspec.json.encode(kept), item)
+            await asyncio.to_thread(endpoint.videos.files.keep, owner, result_id, msgspec.json.encode(kept), item)
         except OSError as error:
             raise RequestError(
                 503, "results_unavailable", f"keeping a result of {len(item)} bytes: {error}; ask for b64_json"

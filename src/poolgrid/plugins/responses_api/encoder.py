@@ -12,12 +12,13 @@ from typing import Any, Final
 import msgspec
 
 from poolgrid.kernel.wire.hashing import TOKEN_BYTES
+from poolgrid.plugins.responses_api.calls import FORMS, CallItem
+from poolgrid.plugins.responses_api.schema import ResponsesBody
 from poolgrid.server.frontend.answer_pieces import PieceKind
 from poolgrid.server.frontend.errors import RequestError
 from poolgrid.server.frontend.piece_encoder import AnswerPart, PieceEncoder
 from poolgrid.server.frontend.prepared_request import AnswerStart
 from poolgrid.server.frontend.responses import escape_line_ends
-from poolgrid.server.frontend.responses_api.conversation import FORMS, CallItem, ResponsesBody
 
 _encode: Final = msgspec.json.Encoder().encode
 

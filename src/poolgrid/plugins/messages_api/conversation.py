@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.server.frontend.client_tools import anthropic_function
-from poolgrid.server.frontend.errors import invalid, missing, quoted, text_of, unsupported, wrong_type
-from poolgrid.server.frontend.messages_api.schema import (
+from poolgrid.plugins.messages_api.client_tools import anthropic_function
+from poolgrid.plugins.messages_api.schema import (
     CountedBody,
     MessagesBody,
     MessageTool,
     MessageToolChoice,
     OutputConfig,
 )
+from poolgrid.server.frontend.errors import invalid, missing, quoted, text_of, unsupported, wrong_type
 from poolgrid.server.frontend.schema import (
     ChatBody,
     ContentPart,

@@ -13,12 +13,12 @@ from msgspec import Meta, Struct
 
 from poolgrid.kernel.wire.limits import EMBEDDING_INPUTS_MAX, IMAGES_PER_TASK_MAX, U32_MAX
 from poolgrid.kernel.wire.tasks import EmbeddingTask, Task, VisualTask
+from poolgrid.plugins.tasks.forms import read_form
 from poolgrid.server.frontend.errors import invalid, missing, quoted, wrong_type
 from poolgrid.server.frontend.field_words import allowed, refused
 from poolgrid.server.frontend.media.image_headers import check_image
 from poolgrid.server.frontend.media.references import MediaRefused
 from poolgrid.server.frontend.schema import JSON_NUMBER_MAX, JSON_NUMBER_MIN, TruncatedPrompt, parse, refuse
-from poolgrid.server.frontend.tasks.forms import read_form
 
 SIDE_MAX: Final = 4096
 """Largest width and height in pixels: the limit that Dynamo's diffusion workers have."""
