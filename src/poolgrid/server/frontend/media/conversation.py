@@ -39,7 +39,7 @@ ITEM_BYTES_MAX: Final = 512
 
 NO_MEDIA: Final = "[an image, which is left out: this model takes text only]"
 """Stands for an image that a tool returned, or that an earlier message brought: the client sends it with every later
-turn, so that a refusal would end the session."""
+turn, so that a refusal would end the conversation."""
 
 REQUEST_BYTES_MAX: Final = 4 * 1024 * 1024
 """Size of the rest of a request in addition to prompt and media: sampling, a JSON schema, output that moves along."""
