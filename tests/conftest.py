@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import inspect
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ for _part in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, ANSWER_TIMEOUT_S)
 
 gc.set_threshold(10_000, 20, 10)
+gc.disable()  # until all is imported and collected, which lives as long as the process
 """Tests that look for what is left behind collect by themselves; for all others it is some percent of the CPU."""
 
 # How long an example takes says nothing on a machine that others use too.
@@ -93,6 +95,33 @@ def pytest_configure(config: pytest.Config) -> None:
     path = Path(directory.name) / "authority.pem"
     trustme.CA().cert_pem.write_to_path(str(path))
     os.environ["SSL_CERT_FILE"] = str(path)
+    if not any(Path(__file__).parent.glob("__pycache__/test_*-pytest-*.pyc")):
+        turn_to_collect(path.parent).touch()
+
+
+def turn_to_collect(directory: Path) -> Path:
+    """Return the file that one of xdist's processes at a time holds, where nothing is compiled yet."""
+    return directory / "collected"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """On a fresh checkout let the first of xdist's processes collect alone: the others find compiled what it compiled.
+
+    To rewrite and compile all tests and all that they import takes longer than to import it, and each process would.
+    """
+    path = turn_to_collect(Path(os.environ["SSL_CERT_FILE"]).parent)
+    if not hasattr(session.config, "workerinput") or not path.exists():
+        return (yield)
+    with path.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        is_first = not file.read()
+        if not is_first:
+            fcntl.flock(file, fcntl.LOCK_UN)
+        collected = yield
+        if is_first:
+            file.write("once")
+    return collected
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -127,6 +156,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
