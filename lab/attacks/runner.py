@@ -78,6 +78,8 @@ class Options:
     without CPU say nothing of an attack."""
     requests_min: int = 0
     """Bystanders send as many at least, however long that takes."""
+    pause_s: float = 0.02
+    """Between two requests of a bystander."""
     books_settle_s: float = BOOKS_SETTLE_S
 
 
@@ -154,6 +156,7 @@ class Stage:
                 model=pool.model.name,
                 seed=options.seed + 1,
                 requests_min=options.requests_min,
+                pause_s=options.pause_s,
             ),
             self.directory,
         )
