@@ -18,20 +18,18 @@ import pytest
 from poolgrid.kernel.output_formats import call_format
 from poolgrid.server.frontend.chat_template import ChatTemplate
 from poolgrid.server.frontend.errors import RequestError
-from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from poolgrid.server.frontend.parsers.formats import AUTO, OutputFormat
 from poolgrid.server.frontend.preparation import Preparation
-from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.prompts import look_up
 from poolgrid.server.frontend.settings import FrontendSettings
-from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.parsers.samples import SAMPLES, SCHEMAS, USE
 from tests.frontend.parsers.test_golden import read
 from tests.frontend.plain_jinja import NOW, SPECIAL_TOKENS, PlainTemplate
 
 DIRECTORY = Path(__file__).parents[3] / "shared" / "chat_templates"
 FILES = sorted(DIRECTORY.glob("*/*.jinja"))
-TINY = dataclasses.replace(PromptModel.load(TINY_MODEL_PATH), encoder=None)
+PLAIN = dataclasses.replace(TINY, encoder=None)
 
 needs_templates = pytest.mark.skipif(not FILES, reason=f"no published chat templates in {DIRECTORY}")
 templates = pytest.mark.parametrize(
@@ -175,7 +173,7 @@ def render(file: Path, conversation: Conversation, tools: Any) -> str:
 @cache
 def preparation(file: Path) -> Preparation:
     template = ChatTemplate(file.read_text(), SPECIAL_TOKENS, now=lambda: NOW)
-    model = dataclasses.replace(TINY, template=template)
+    model = dataclasses.replace(PLAIN, template=template)
     return Preparation(FakeBackend(), {"tiny": model}, FrontendSettings())
 
 
