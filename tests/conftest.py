@@ -124,29 +124,43 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     return collected
 
 
+def unit_of(nodeid: str) -> str:
+    """Return what one of xdist's processes runs whole: a file, or all tests of a pool that modules share.
+
+    Each process that has such a test starts the pool.
+    """
+    shared = re.match(r"tests/proxy/.*?\[((?:global )?router)\b", nodeid)
+    return nodeid.partition("::")[0] if shared is None else shared[1]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give xdist's processes whole files, but all tests of a pool that modules share to one of them, as each that has
-    such a test starts the pool."""
+    """Give xdist's processes whole units."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
     scheduler = LoadFileScheduling(config, log)
-    file_of = scheduler._split_scope
-
-    def unit_of(nodeid: str) -> str:
-        shared = re.match(r"tests/proxy/.*?\[((?:global )?router)\b", nodeid)
-        return str(file_of(nodeid)) if shared is None else shared[1]
-
     scheduler._split_scope = unit_of  # groups by marks, the public means, are lost in pytest 9
     return scheduler
 
 
+SPREAD = 0.7
+"""The share of the run over which units that start processes begin."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that start processes first: one that takes half a minute and comes last leaves a core idle."""
-    with_processes = {item.path for item in items if item.get_closest_marker("e2e") is not None}
-    items.sort(key=lambda item: item.path not in with_processes)
+    """Mix units that start processes with the others, which compute while those wait, the longest first.
+
+    In the end come only others: one that takes half a minute and comes last leaves a core idle.
+    """
+    units = list(dict.fromkeys(unit_of(item.nodeid) for item in items))
+    with_processes = {unit_of(item.nodeid) for item in items if item.get_closest_marker("e2e") is not None}
+    waiting = sorted((unit for unit in units if unit in with_processes), key=lambda unit: unit.endswith(".py"))
+    computing = [unit for unit in units if unit not in with_processes]
+    place = {unit: SPREAD * number / len(waiting) for number, unit in enumerate(waiting)}
+    place |= {unit: number / len(computing) for number, unit in enumerate(computing)}
+    items.sort(key=lambda item: place[unit_of(item.nodeid)])
 
 
 def pytest_collection_finish() -> None:
