@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import inspect
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ for _part in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, ANSWER_TIMEOUT_S)
 
 gc.set_threshold(10_000, 20, 10)
+gc.disable()  # until all is imported and collected, which lives as long as the process
 """Tests that look for what is left behind collect by themselves; for all others it is some percent of the CPU."""
 
 # How long an example takes says nothing on a machine that others use too.
@@ -93,31 +95,72 @@ def pytest_configure(config: pytest.Config) -> None:
     path = Path(directory.name) / "authority.pem"
     trustme.CA().cert_pem.write_to_path(str(path))
     os.environ["SSL_CERT_FILE"] = str(path)
+    if not any(Path(__file__).parent.glob("__pycache__/test_*-pytest-*.pyc")):
+        turn_to_collect(path.parent).touch()
+
+
+def turn_to_collect(directory: Path) -> Path:
+    """Return the file that one of xdist's processes at a time holds, where nothing is compiled yet."""
+    return directory / "collected"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """On a fresh checkout let the first of xdist's processes collect alone: the others find compiled what it compiled.
+
+    To rewrite and compile all tests and all that they import takes longer than to import it, and each process would.
+    """
+    path = turn_to_collect(Path(os.environ["SSL_CERT_FILE"]).parent)
+    if not hasattr(session.config, "workerinput") or not path.exists():
+        return (yield)
+    with path.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        is_first = not file.read()
+        if not is_first:
+            fcntl.flock(file, fcntl.LOCK_UN)
+        collected = yield
+        if is_first:
+            file.write("once")
+    return collected
+
+
+def unit_of(nodeid: str) -> str:
+    """Return what one of xdist's processes runs whole: a file, or all tests of a pool that modules share.
+
+    Each process that has such a test starts the pool.
+    """
+    shared = re.match(r"tests/proxy/.*?\[((?:global )?router)\b", nodeid)
+    return nodeid.partition("::")[0] if shared is None else shared[1]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give xdist's processes whole files, but all tests of a pool that modules share to one of them, as each that has
-    such a test starts the pool."""
+    """Give xdist's processes whole units."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
     scheduler = LoadFileScheduling(config, log)
-    file_of = scheduler._split_scope
-
-    def unit_of(nodeid: str) -> str:
-        shared = re.match(r"tests/proxy/.*?\[((?:global )?router)\b", nodeid)
-        return str(file_of(nodeid)) if shared is None else shared[1]
-
     scheduler._split_scope = unit_of  # groups by marks, the public means, are lost in pytest 9
     return scheduler
 
 
+SPREAD = 0.7
+"""The share of the run over which units that start processes begin."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that start processes first: one that takes half a minute and comes last leaves a core idle."""
-    with_processes = {item.path for item in items if item.get_closest_marker("e2e") is not None}
-    items.sort(key=lambda item: item.path not in with_processes)
+    """Mix units that start processes with the others, which compute while those wait, the longest first.
+
+    In the end come only others: one that takes half a minute and comes last leaves a core idle.
+    """
+    units = list(dict.fromkeys(unit_of(item.nodeid) for item in items))
+    with_processes = {unit_of(item.nodeid) for item in items if item.get_closest_marker("e2e") is not None}
+    waiting = sorted((unit for unit in units if unit in with_processes), key=lambda unit: unit.endswith(".py"))
+    computing = [unit for unit in units if unit not in with_processes]
+    place = {unit: SPREAD * number / len(waiting) for number, unit in enumerate(waiting)}
+    place |= {unit: number / len(computing) for number, unit in enumerate(computing)}
+    items.sort(key=lambda item: place[unit_of(item.nodeid)])
 
 
 def pytest_collection_finish() -> None:
@@ -127,6 +170,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

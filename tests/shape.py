@@ -8,8 +8,10 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from lab.website.configuration_page import SECTIONS
 from tests.exported_metrics import exported
@@ -34,13 +36,49 @@ TWIN = re.compile(r"(?P<slow>\w+?)(?:_of_few|_few|_of_one|_one|_only)")
 """The name of a fast way beside a slow one, which must give the same to the bit."""
 
 
-def callables_of_constructors() -> int:
-    """Return how many arguments of ``__init__`` are functions: objects that call each other back."""
-    trees = [ast.parse(source) for source in product().values()]
-    made = [node for tree in trees for node in ast.walk(tree) if getattr(node, "name", "") == "__init__"]
-    arguments = [each for node in made if isinstance(node, ast.FunctionDef) for each in ast.walk(node.args)]
+class Shape(NamedTuple):
+    """What is counted of a module."""
+
+    classes: tuple[str, ...]
+    functions: frozenset[str]
+    callables_of_constructors: int
+    """Arguments of ``__init__`` that are functions: objects that call each other back."""
+    foreign_bases: tuple[str, ...]
+    """Classes whose base is from another package and private there by its own name or its module's, or uvicorn's."""
+
+
+@cache
+def shapes() -> dict[str, Shape]:
+    """Return the shape of each installed module by its path."""
+    return {path: shape_of(tuple(ast.walk(ast.parse(source)))) for path, source in product().items()}
+
+
+def shape_of(nodes: Sequence[ast.AST]) -> Shape:
+    """Return what is counted of a module, of which these are all nodes."""
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    arguments = [each for node in functions if node.name == "__init__" for each in ast.walk(node.args)]
     given = [each.annotation for each in arguments if isinstance(each, ast.arg) and each.annotation is not None]
-    return sum("Callable" in ast.unparse(annotation) for annotation in given)
+    imported = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("poolgrid")
+        for alias in node.names
+    }
+    bases = [
+        (node.name, imported.get(ast.unparse(base).partition(".")[0], "")) for node in classes for base in node.bases
+    ]
+    return Shape(
+        tuple(node.name for node in classes),
+        frozenset(node.name for node in functions),
+        sum("Callable" in ast.unparse(annotation) for annotation in given),
+        tuple(f"{name}({base})" for name, base in bases if is_private(base) or base.startswith("uvicorn.")),
+    )
+
+
+def is_private(name: str) -> bool:
+    """Tell whether a dotted name has a private part."""
+    return any(part.startswith("_") and part != "__future__" for part in name.split("."))
 
 
 def files_that_name(word: str) -> int:
@@ -51,33 +89,24 @@ def files_that_name(word: str) -> int:
 def twins() -> set[str]:
     """Return each function of kernel and server that does for few what another one of its module does for many."""
     found = set()
-    for path, source in product().items():
-        if "/plugins/" in path:
-            continue
-        functions = ast.FunctionDef, ast.AsyncFunctionDef
-        names = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, functions)}
-        pairs = ((name, TWIN.fullmatch(name)) for name in names)
-        found |= {f"{path}:{name}" for name, match in pairs if match is not None and match["slow"] in names}
+    for path, (_, functions, *_) in shapes().items():
+        if "/plugins/" not in path:
+            pairs = ((name, TWIN.fullmatch(name)) for name in functions)
+            found |= {f"{path}:{name}" for name, match in pairs if match is not None and match["slow"] in functions}
     return found
 
 
 @cache
 def figures() -> dict[str, int]:
     """Return what has a budget, by its name there."""
-    names = Counter(classes())
+    names = Counter(name for shape in shapes().values() for name in shape.classes)
     return {
         "settings": len({name for section in SECTIONS for model in section.models for name in model.model_fields}),
         "metrics": len({each.family.name for each in exported()}),
         "class_names_used_twice": sum(1 for name, count in names.items() if count > 1 and not name.startswith("_")),
-        "callables_of_constructors": callables_of_constructors(),
+        "callables_of_constructors": sum(shape.callables_of_constructors for shape in shapes().values()),
         **{f"files_that_name_{feature}": files_that_name(word) for feature, word in FEATURES.items()},
     }
-
-
-def classes() -> list[str]:
-    """Return the name of each class, as often as it is given."""
-    trees = [ast.parse(source) for source in product().values()]
-    return [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
 def complexity(most: int) -> dict[str, int]:
@@ -91,23 +120,7 @@ def complexity(most: int) -> dict[str, int]:
 
 def base_classes_of_other_packages() -> set[str]:
     """Return base classes from another package whose own name or module is private there, or all of uvicorn's."""
-    found = set()
-    for path, source in product().items():
-        tree = ast.parse(source)
-        imported = {
-            alias.asname or alias.name: f"{node.module}.{alias.name}"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("poolgrid")
-            for alias in node.names
-        }
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                for base in node.bases:
-                    name = imported.get(ast.unparse(base).partition(".")[0], "")
-                    private = any(part.startswith("_") and part != "__future__" for part in name.split("."))
-                    if private or name.startswith("uvicorn."):
-                        found.add(f"{path}:{node.name}({name})")
-    return found
+    return {f"{path}:{found}" for path, shape in shapes().items() for found in shape.foreign_bases}
 
 
 def upper_pins() -> set[str]:

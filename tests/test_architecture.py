@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -264,12 +265,17 @@ def _package_of(module: str) -> str | None:
     return max(found, key=len) if found else None
 
 
-def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@cache
+def _imports(source: str) -> tuple[tuple[int, str], ...]:
     """Every imported module with its line; ``from a import b`` counts as ``a.b``, so that submodules are seen.
 
     Ours are given as their directories are named.
     """
-    for node in ast.walk(tree):
+    return tuple(_imports_of(ast.walk(ast.parse(source))))
+
+
+def _imports_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name.removeprefix("poolgrid.")
@@ -330,11 +336,11 @@ def _call_name(node: ast.Call) -> str:
     return ""
 
 
-def _task_groups(tree: ast.AST) -> set[str]:
+def _task_groups(nodes: Iterable[ast.AST]) -> set[str]:
     """Names that ``async with asyncio.TaskGroup() as name`` binds."""
     return {
         item.optional_vars.id
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.AsyncWith)
         for item in node.items
         if isinstance(item.context_expr, ast.Call)
@@ -343,10 +349,10 @@ def _task_groups(tree: ast.AST) -> set[str]:
     }
 
 
-def _spawns(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+def _spawns(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str, str]]:
     """Everything that starts a task outside ``process.tasks``: line, what it is, what to use."""
-    groups = _task_groups(tree)
-    for node in ast.walk(tree):
+    groups = _task_groups(nodes)
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in SPAWNS:
             if not (isinstance(node.value, ast.Name) and node.value.id in groups):
                 yield node.lineno, node.attr, SPAWNS[node.attr]
@@ -361,20 +367,20 @@ def _spawns(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
                 yield node.lineno, "gather with return_exceptions, which keeps them to itself,", "cancel_all"
 
 
-def _socket_calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def _socket_calls(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Every call of a method that makes or opens a socket, in a module that knows ZMQ."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SOCKET_CALLS:
             yield node.lineno, node.func.attr
 
 
 def faults(module: str, source: str) -> list[str]:
     """What a module's source does that the architecture does not allow, one line each."""
-    tree = ast.parse(source)
+    nodes = tuple(ast.walk(ast.parse(source)))
     package = _package_of(module)
     assert package is not None, f"{module} belongs to no package of MAY_IMPORT"
     found = []
-    for line, imported in _imports(tree):
+    for line, imported in _imports(source):
         where = f"{module}:{line}"
         top = imported.partition(".")[0]
         if imported.startswith("."):
@@ -397,21 +403,21 @@ def faults(module: str, source: str) -> list[str]:
             found.append(f"{where}: {imported} is banned here, use {PROTOCOL}: only {other} knows itself")
         if imported == "time.sleep":
             found.append(f"{where}: time.sleep is banned here, use {BANNED_CALLS['time.sleep']}")
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call):
             name = _call_name(node)
             if name in BANNED_CALLS:
                 found.append(f"{module}:{node.lineno}: {name}() is banned here, use {BANNED_CALLS[name]}")
         elif isinstance(node, ast.Constant) and not plugin_of(module) and _names_plugin(node.value):
             found.append(f"{module}:{node.lineno}: {node.value!r} is banned here, use the name of its entry point")
-    if not _is_in(module, "server.transport") and any(name.partition(".")[0] == "zmq" for _, name in _imports(tree)):
+    if not _is_in(module, "server.transport") and any(name.partition(".")[0] == "zmq" for _, name in _imports(source)):
         found += [
             f"{module}:{line}: {name} of a ZMQ socket is banned here, use {SOCKETS}.{SOCKET_CALLS[name]}"
-            for line, name in _socket_calls(tree)
+            for line, name in _socket_calls(nodes)
         ]
     if module != TASKS:
         found += [
-            f"{module}:{line}: {name} is banned here, use {TASKS}: {instead}" for line, name, instead in _spawns(tree)
+            f"{module}:{line}: {name} is banned here, use {TASKS}: {instead}" for line, name, instead in _spawns(nodes)
         ]
     return found
 
@@ -426,7 +432,7 @@ def circle(sources: Mapping[str, str]) -> list[str]:
     graph: dict[str, list[str]] = {}
     for module, source in sources.items():
         graph[module] = needed = []
-        for _, imported in _imports(ast.parse(source)):
+        for _, imported in _imports(source):
             parts = imported.split(".")
             names = [".".join(parts[: end + 1]) for end in range(len(parts))]
             needed += [name for name in names if name in sources and name != module]
@@ -457,7 +463,7 @@ def test_rings_import_inwards_only() -> None:
     outward = [
         f"{module} imports {imported}"
         for module, path in modules()
-        for _, imported in _imports(ast.parse(path.read_text()))
+        for _, imported in _imports(path.read_text())
         if imported.partition(".")[0] in RINGS[RINGS.index(module.partition(".")[0]) + 1 :]
     ]
 
@@ -671,7 +677,8 @@ def test_no_child_process_imports_from_the_directory_that_it_is_started_in() -> 
     """``python -m`` puts that directory first, where a file may be called like one of ours."""
     started = []
     for _, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)) if "sys.executable" in source else ():
             words = [each for each in ast.iter_child_nodes(node) if isinstance(node, ast.Tuple | ast.List | ast.Call)]
             shown = [ast.unparse(each) for each in words]
             if "sys.executable" in shown and "'-m'" in shown:

@@ -77,7 +77,7 @@ def test_ci_runs_the_readmes_test_command(tmp_path: Path) -> None:
     assert [call for call in calls[2:] if "pytest" not in call] == [
         "python -m ruff check .",
         "python -m ruff format --check .",
-        "python -m mypy --num-workers 2",
+        "python -m mypy",
     ], "beside the tests, in this order"
     assert all(f"$ {part}" in done.stdout for part in marked("test-command").rsplit(" && ", 1))
     assert "all passed" in done.stdout

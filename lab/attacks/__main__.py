@@ -41,10 +41,12 @@ SHORT = Options(
     judge_latency=False,
     lease_ms=300_000,
     requests_min=6,
+    pause_s=0.1,
     books_settle_s=120.0,
 )
 """The short form: small attacks, and no judgement of times, which say nothing on cores that others use too: neither of
-latencies, nor of how soon all comes back, nor of a worker that gets no CPU for seconds."""
+latencies, nor of how soon all comes back, nor of a worker that gets no CPU for seconds. Bystanders send less, as no p99
+is wanted: their requests would be a third of its CPU."""
 
 
 def chosen(names: Sequence[str], only: Sequence[str], short: bool) -> list[Part]:

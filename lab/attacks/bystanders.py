@@ -48,7 +48,7 @@ class BystanderSpec(msgspec.Struct, kw_only=True):
     """Clients that send one short request after another."""
     short_isl: int = 64
     short_osl: int = 4
-    pause_s: float = 0.02
+    pause_s: float
     """Between two requests of one client: the bystanders are not the load."""
     streams: int = 1
     """Clients that hold one long stream after another."""

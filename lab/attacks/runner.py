@@ -78,25 +78,29 @@ class Options:
     without CPU say nothing of an attack."""
     requests_min: int = 0
     """Bystanders send as many at least, however long that takes."""
+    pause_s: float = 0.02
+    """Between two requests of a bystander."""
     books_settle_s: float = BOOKS_SETTLE_S
 
 
 class AttackerThread:
     """An event loop in a thread of its own that gives way: an attacker elsewhere takes no CPU from the pool's machine.
 
-    Threads and processes that are started from it give way as well. Where Linux shares the processor out by sessions
+    Threads and processes that are started from it give way as well. Where times are not judged nobody gives way: beside
+    work that leaves nothing over an attack would take minutes. Where Linux shares the processor out by sessions
     (autogroups), a thread's niceness says nothing to the pool's processes, which have sessions of their own: then the
     harness's whole session gives way, until the end.
     """
 
-    def __init__(self) -> None:
-        self._group_nice = session_nice(ATTACKER_NICENESS)
+    def __init__(self, gives_way: bool) -> None:
+        self._gives_way = gives_way
+        self._group_nice = session_nice(ATTACKER_NICENESS) if gives_way else None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="attacker", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        if sys.platform.startswith("linux"):  # elsewhere priorities are of whole processes
+        if self._gives_way and sys.platform.startswith("linux"):  # elsewhere priorities are of whole processes
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), ATTACKER_NICENESS)
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
@@ -154,6 +158,7 @@ class Stage:
                 model=pool.model.name,
                 seed=options.seed + 1,
                 requests_min=options.requests_min,
+                pause_s=options.pause_s,
             ),
             self.directory,
         )
@@ -191,7 +196,7 @@ async def run_parts(
     """Run the attacks of all parts and return their rows; ``show`` is told each as it comes."""
     rows: list[Row] = []
     stage: Stage | None = None
-    attacker = AttackerThread()
+    attacker = AttackerThread(options.judge_latency)
     try:
         for number, (part, attack) in enumerate((each, attack) for each in parts for attack in each.attacks):
             if stage is not None and (rows[-1].verdict == "fell" or stage.shape != attack.shape):

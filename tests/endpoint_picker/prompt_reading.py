@@ -8,15 +8,13 @@ from typing import Any
 
 from poolgrid.kernel.requests.inference import InferenceRequest, ServedModel
 from poolgrid.server.frontend.access.tenants import CacheDomains
-from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from poolgrid.server.frontend.preparation import Preparation
-from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.frontend.tokenization import TokenizationPool
 from poolgrid.server.proxy.prompt_reading import PromptReader, PromptReading
+from tests.frontend.fake_backend import TINY
 from tests.frontend.inference_requests import fields_of
 
-MODEL = PromptModel.load(TINY_MODEL_PATH, "tiny")
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "What is a router?"}]}
 
 
@@ -31,7 +29,7 @@ class Backend:
 def read(path: str, body: bytes | dict[str, Any]) -> PromptReading:
     async def whole() -> PromptReading:
         tokenization = TokenizationPool(1, 1, 10_000)
-        preparation = Preparation(Backend(), {"tiny": MODEL}, FrontendSettings())
+        preparation = Preparation(Backend(), {"tiny": TINY}, FrontendSettings())
         try:
             reader = PromptReader(preparation, tokenization, CacheDomains(isolate=False), 10_000)
             return await reader.read(path, body if isinstance(body, bytes) else json.dumps(body).encode(), "r")
@@ -50,4 +48,4 @@ def asked(path: str, body: dict[str, Any]) -> dict[str, Any]:
 def text_of(reading: PromptReading) -> str:
     assert reading.request is not None, reading.why
     assert reading.isl == len(reading.request.token_ids) // 4
-    return MODEL.decode(reading.request.token_ids)
+    return TINY.decode(reading.request.token_ids)

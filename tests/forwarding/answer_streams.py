@@ -149,8 +149,8 @@ FORMS: dict[str, tuple[ApiForm, Writer]] = {
 
 
 def values_of(stream: bytes) -> list[dict[str, Any]]:
-    """What a client parses."""
-    events = [each.partition(b"data: ")[2] for each in stream.split(b"\n\n")[:-1]]
+    """What a client parses, which skips comments: a router sends them where a busy machine keeps it silent for long."""
+    events = [each.partition(b"data: ")[2] for each in stream.split(b"\n\n")[:-1] if not each.startswith(b":")]
     return [json.loads(each) for each in events if each != b"[DONE]"]
 
 

@@ -21,7 +21,7 @@ from poolgrid.server.frontend.request_body import (
 )
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.frontend.tokenization import TokenizationPool
-from tests.frontend.server import post_once
+from tests.frontend.server import post_to_shared
 
 LIMIT = FrontendSettings().max_body_values
 NUMBERS = LIMIT * NUMBERS_PER_VALUE
@@ -65,7 +65,7 @@ def test_whoever_counts_many_strings_lets_others_have_a_turn_now_and_then(text: 
 
 
 def post(path: str, content: bytes, **settings: Any) -> httpx.Response:
-    return post_once(None, path, settings, content=content, headers={"content-type": "application/json"})
+    return post_to_shared(None, path, settings, content=content, headers={"content-type": "application/json"})
 
 
 CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}]'

@@ -13,7 +13,7 @@ import pytest
 from poolgrid.kernel.requests.inference import InferenceRequest
 from tests.frontend.answers import PATHS
 from tests.frontend.fake_backend import FakeBackend, Step, speak
-from tests.frontend.server import application, in_process, post_once, prompt_of
+from tests.frontend.server import application, in_process, post_to_shared, prompt_of
 from tests.installed import needs_parsers
 
 HI = {"role": "user", "content": "hi"}
@@ -41,7 +41,7 @@ def messages(
 ) -> tuple[httpx.Response, str]:
     backend = FakeBackend(lambda _: speak(text))
     body = {"model": "tiny", "max_tokens": 500, "messages": [*conversation], "tools": [*tools], **fields}
-    response = post_once(backend, PATHS["messages"], json=body)
+    response = post_to_shared(backend, PATHS["messages"], json=body)
     assert response.status_code == 200, response.text
     return response, prompt_of(backend)
 
@@ -72,7 +72,7 @@ def test_deferred_tool_is_not_in_the_prompt_before_it_is_found_and_its_definitio
 def test_deferred_tools_do_not_count_before_they_are_found() -> None:
     def count(tools: list[dict[str, Any]]) -> int:
         body = {"model": "tiny", "messages": [HI], "tools": tools}
-        tokens: int = post_once(None, "/v1/messages/count_tokens", json=body).json()["input_tokens"]
+        tokens: int = post_to_shared(None, "/v1/messages/count_tokens", json=body).json()["input_tokens"]
         return tokens
 
     assert count([*BASE, DEFERRED]) == count(BASE) < count([*BASE, tool("CronCreate")])
@@ -110,7 +110,7 @@ def test_all_tools_may_be_deferred() -> None:
 def responses(tools: list[dict[str, Any]], items: Any = "hi", text: str = "Hello", **fields: Any) -> tuple[Any, str]:
     backend = FakeBackend(lambda _: speak(text))
     body = {"model": "tiny", "input": items, "tools": tools, **fields}
-    response = post_once(backend, PATHS["responses"], json=body)
+    response = post_to_shared(backend, PATHS["responses"], json=body)
     assert response.status_code == 200, response.text
     return response.json(), prompt_of(backend)
 
@@ -205,7 +205,7 @@ def test_choice_that_requires_a_tool_may_be_of_one_that_the_client_runs(choice: 
         "tools": [ANTHROPIC_TOOLS[0][0]],
         "tool_choice": choice,
     }
-    answer = post_once(FakeBackend(script), PATHS["messages"], json=body).json()
+    answer = post_to_shared(FakeBackend(script), PATHS["messages"], json=body).json()
     assert [(block["name"], block["input"]) for block in answer["content"]] == [("bash", {"command": "ls"})]
 
 
@@ -244,7 +244,7 @@ def test_tool_of_openai_that_the_client_runs_is_shown_answered_and_read_again(
 
 def test_shell_that_runs_at_openai_is_left_out() -> None:
     body = {"model": "tiny", "input": "hi", "tools": [{"type": "shell", "environment": {"type": "container_auto"}}]}
-    response = post_once(None, PATHS["responses"], json=body)
+    response = post_to_shared(None, PATHS["responses"], json=body)
     assert response.headers["x-poolgrid-tools-left-out"] == "shell"
 
 

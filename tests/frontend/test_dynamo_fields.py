@@ -11,7 +11,7 @@ import pytest
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from poolgrid.server.frontend.prompt_model import PromptModel
 from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import post_once
+from tests.frontend.server import post_to_shared
 from tests.frontend.test_inference import CHAT, COMPLETIONS, post
 
 SERVED: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -86,7 +86,7 @@ def test_priority_header_reaches_the_router(header: str, fields: dict[str, Any],
     backend = FakeBackend()
     headers = {"X-Dynamo-Request-Priority": header}
     body = {"model": "tiny", "prompt": "hi", **fields}
-    assert post_once(backend, COMPLETIONS, headers=headers, json=body).status_code == 200
+    assert post_to_shared(backend, COMPLETIONS, headers=headers, json=body).status_code == 200
     assert backend.requests[0].priority == priority
 
 
@@ -115,7 +115,7 @@ def test_chat_template_args_are_chat_template_kwargs(tmp_path: Path) -> None:
 
     def count(**fields: Any) -> httpx.Response:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
-        return post_once(FakeBackend(), "/tokenize", {"models": models}, json=body)
+        return post_to_shared(FakeBackend(), "/tokenize", {"models": models}, json=body)
 
     effort = {"reasoning_effort": "low"}
     assert count(chat_template_args=effort).json() == count(chat_template_kwargs=effort).json()

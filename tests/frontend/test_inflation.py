@@ -36,7 +36,7 @@ from poolgrid.server.frontend.request_body import (
 from poolgrid.server.frontend.tokenization import TokenizationPool
 from poolgrid.server.process.clock import SystemClock
 from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import application, post_once, served
+from tests.frontend.server import application, post_to_shared, served
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -110,13 +110,13 @@ def test_body_of_every_coding_is_served_on_every_path(
     messages = [{"role": "user", "content": "hi " * 1000}]
     body = {"model": "tiny", "messages": messages, "input": "hi", "max_tokens": 4}
     headers = {"content-encoding": coding, "content-type": "application/json"}
-    response = post_once(None, path, content=compress(json.dumps(body).encode()), headers=headers)
+    response = post_to_shared(None, path, content=compress(json.dumps(body).encode()), headers=headers)
     assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("coding", ["br", "compress", "gzip, zstd", "zstd;q=1"])
 def test_other_codings_are_refused_and_those_that_are_taken_are_named(coding: str) -> None:
-    response = post_once(None, "/v1/responses", content=b"x", headers={"content-encoding": coding})
+    response = post_to_shared(None, "/v1/responses", content=b"x", headers={"content-encoding": coding})
     assert response.status_code == 415
     assert "gzip, deflate, zstd" in response.json()["error"]["message"]
     assert response.headers["accept-encoding"] == "gzip, deflate, zstd"

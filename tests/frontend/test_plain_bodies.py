@@ -10,22 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.kernel.requests.inference import ServedModel
-from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from poolgrid.server.frontend.parsed_answers import encoder_of
 from poolgrid.server.frontend.preparation import Preparation
 from poolgrid.server.frontend.prepared_request import PreparedRequest
-from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.prompts import tokenize
 from poolgrid.server.frontend.schema import USUAL, ChatBody, CompletionBody, Message, is_plain
 from poolgrid.server.frontend.sequences import sequences_of
 from poolgrid.server.frontend.settings import FrontendSettings
 from tests.examples import examples
-from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.inference_requests import fields_of
 
 PREPARATION = Preparation(
     FakeBackend(served=[ServedModel("tiny", 0, 4096)]),
-    {"tiny": PromptModel.load(TINY_MODEL_PATH, "tiny")},
+    {"tiny": TINY},
     FrontendSettings(),
 )
 

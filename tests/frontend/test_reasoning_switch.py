@@ -13,7 +13,7 @@ from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.reasoning_switch import EFFORTS, switch_of
 from tests.frontend.answers import PATHS, body_for
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
-from tests.frontend.server import post_once, prompt_of
+from tests.frontend.server import post_to_shared, prompt_of
 from tests.installed import needs_parsers
 
 HEAD = "{% for m in messages %}{{ m.content }}\n{% endfor %}assistant\n"
@@ -83,7 +83,7 @@ def model_of(source: str) -> PromptModel:
 def ask(source: str, api: str = "chat", **fields: Any) -> tuple[httpx.Response, str]:
     """Return the response to a request, and the prompt that a worker got for it."""
     backend = FakeBackend(lambda _: speak("Six."))
-    response = post_once(backend, PATHS[api], {"models": {"tiny": model_of(source)}}, json=body_for(api, **fields))
+    response = post_to_shared(backend, PATHS[api], {"models": {"tiny": model_of(source)}}, json=body_for(api, **fields))
     return response, prompt_of(backend) if backend.requests else ""
 
 
@@ -129,7 +129,7 @@ def test_tokenize_counts_the_prompt_of_the_same_switch() -> None:
     models = {"models": {"tiny": model_of(QWEN)}}
     for fields in OFF:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
-        response = post_once(FakeBackend(), "/tokenize", models, json=body)
+        response = post_to_shared(FakeBackend(), "/tokenize", models, json=body)
         assert TINY.tokenizer.decode(response.json()["tokens"], skip_special_tokens=False).endswith(ANSWERS), fields
 
 

@@ -19,7 +19,6 @@ from poolgrid.kernel.requests.inference import EVERYBODY, InferenceRequest, Serv
 from poolgrid.kernel.wire.hashing import pack_tokens
 from poolgrid.server.frontend.chat_template import ChatTemplate
 from poolgrid.server.frontend.errors import RequestError
-from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from poolgrid.server.frontend.preparation import Preparation
 from poolgrid.server.frontend.prepared_request import PreparedRequest
 from poolgrid.server.frontend.prompt_encoder import BatchEncoder
@@ -227,7 +226,6 @@ async def test_a_text_of_hundreds_of_contexts_is_refused_by_its_beginning(path: 
 
 
 SANDBOX = "poolgrid.server.frontend.chat_template"
-MODEL = PromptModel.load(TINY_MODEL_PATH, "tiny")
 
 
 class Backend:
@@ -240,7 +238,7 @@ class Backend:
 
 def job_of(messages: list[dict[str, Any]]) -> PreparedRequest:
     body = json.dumps({"model": "tiny", "messages": messages}).encode()
-    job = Preparation(Backend(), {"tiny": MODEL}, FrontendSettings()).chat(body)
+    job = Preparation(Backend(), {"tiny": TINY}, FrontendSettings()).chat(body)
     job.domain = EVERYBODY
     return job
 

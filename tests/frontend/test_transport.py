@@ -14,7 +14,7 @@ import pytest
 
 from poolgrid.server.frontend.request_body import accepts_gzip
 from tests.frontend.fake_backend import FakeBackend, speak
-from tests.frontend.server import application, in_process, post_once, served_in_thread
+from tests.frontend.server import application, in_process, post_to_shared, served_in_thread
 
 BODY = json.dumps({"model": "tiny", "prompt": "hi"}).encode()
 
@@ -25,7 +25,7 @@ def _gzip(body: bytes) -> bytes:
 
 def post(body: bytes, headers: dict[str, str], backend: FakeBackend | None = None, **settings: Any) -> httpx.Response:
     headers = {"content-type": "application/json", **headers}
-    return post_once(backend, "/v1/completions", settings, content=body, headers=headers)
+    return post_to_shared(backend, "/v1/completions", settings, content=body, headers=headers)
 
 
 @pytest.mark.parametrize("body", [_gzip(BODY), _gzip(BODY[:5]) + _gzip(BODY[5:])])

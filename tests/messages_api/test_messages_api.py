@@ -17,7 +17,7 @@ from poolgrid.kernel.requests.inference import InferenceRequest, Refused, Served
 from poolgrid.server.frontend.access import key_file
 from poolgrid.server.frontend.access.key_file import Key, KeyDocument, Tenant
 from tests.frontend.fake_backend import FakeBackend, Step, speak
-from tests.frontend.server import application, in_process, post_once, prompt_of, served_in_thread
+from tests.frontend.server import application, in_process, post_to_shared, prompt_of, served_in_thread
 from tests.installed import needs_parsers
 
 ARGUMENTS = '{"city": "Pärïs\u2028"}'
@@ -53,7 +53,7 @@ def client() -> Iterator[anthropic.Anthropic]:
 
 def post(backend: FakeBackend, path: str = "/v1/messages", **body: Any) -> httpx.Response:
     limit = {} if path.endswith("count_tokens") else {"max_tokens": 100}
-    return post_once(backend, path, json={"model": "tiny", "messages": HI, **limit, **body})
+    return post_to_shared(backend, path, json={"model": "tiny", "messages": HI, **limit, **body})
 
 
 @needs_parsers

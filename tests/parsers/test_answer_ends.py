@@ -17,7 +17,7 @@ from poolgrid.server.frontend.chat_template import ChatTemplate
 from poolgrid.server.frontend.prompt_model import PromptModel
 from tests.frontend.answers import PATHS, Answer, body_for, read
 from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak
-from tests.frontend.server import post_once
+from tests.frontend.server import post_to_shared
 
 APIS = pytest.mark.parametrize("api", sorted(PATHS))
 STREAMS = pytest.mark.parametrize("stream", [False, True])
@@ -53,7 +53,7 @@ def asked(
     """Return what a client gets of a model that would write ``text``."""
     backend = FakeBackend(lambda _: speak(text, tokens_per_delta=stride))
     settings: dict[str, Any] = {"reasoning_parser": parser, "models": None if model is None else {"tiny": model}}
-    return read(api, post_once(backend, PATHS[api], settings, json=body_for(api, **fields)))
+    return read(api, post_to_shared(backend, PATHS[api], settings, json=body_for(api, **fields)))
 
 
 def tokens_until(text: str, end: str) -> int:
@@ -165,7 +165,7 @@ def test_answers_without_a_parser_are_searched_from_their_first_character(stream
 def test_choices_of_one_request_stop_by_themselves(stream: bool) -> None:
     backend = FakeBackend(lambda _: speak(f"<think>{THOUGHT}</think>{SAID}{REST}"))
     body = body_for("chat", n=2, stop=["Question:"], stream=stream)
-    response = post_once(backend, PATHS["chat"], {"reasoning_parser": "qwen3"}, json=body)
+    response = post_to_shared(backend, PATHS["chat"], {"reasoning_parser": "qwen3"}, json=body)
 
     assert response.status_code == 200
     assert response.text.count("next") == 0
@@ -190,7 +190,7 @@ def test_half_a_character_at_the_end_of_an_answer_is_left_out(
     assert isinstance(steps[-1], list)
     steps[-1][0].finish_reason = "length"
     fields: dict[str, Any] = {} if stop is None else {"stop": [stop]}
-    response = post_once(
+    response = post_to_shared(
         FakeBackend(lambda _: list(steps)),
         PATHS[api],
         {"reasoning_parser": "qwen3"},
@@ -206,6 +206,6 @@ def test_half_a_character_at_the_end_of_an_answer_is_left_out(
 def test_half_a_character_within_an_answer_is_shown_as_the_replacement_character() -> None:
     packed = HALF + TINY.encode(" and on")
     backend = FakeBackend(lambda _: [[StreamDelta(packed, "stop")]])
-    answer = read("chat", post_once(backend, PATHS["chat"], json=body_for("chat")))
+    answer = read("chat", post_to_shared(backend, PATHS["chat"], json=body_for("chat")))
 
     assert answer.content == "\ufffd and on"

@@ -19,20 +19,18 @@ from poolgrid.plugins.parsers.formats import call_format
 from poolgrid.plugins.parsers.output_format import OutputFormat
 from poolgrid.server.frontend.chat_template import ChatTemplate
 from poolgrid.server.frontend.errors import RequestError
-from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from poolgrid.server.frontend.preparation import Preparation
-from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.prompts import look_up
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.process.parser_names import AUTO
-from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.plain_jinja import NOW, SPECIAL_TOKENS, PlainTemplate
 from tests.parsers.samples import SAMPLES, SCHEMAS, USE
 from tests.parsers.test_golden import read
 
 DIRECTORY = Path(__file__).parents[3] / "shared" / "chat_templates"
 FILES = sorted(DIRECTORY.glob("*/*.jinja"))
-TINY = dataclasses.replace(PromptModel.load(TINY_MODEL_PATH), encoder=None)
+PLAIN = dataclasses.replace(TINY, encoder=None)
 
 needs_templates = pytest.mark.skipif(not FILES, reason=f"no published chat templates in {DIRECTORY}")
 templates = pytest.mark.parametrize(
@@ -176,7 +174,7 @@ def render(file: Path, conversation: Conversation, tools: Any) -> str:
 @cache
 def preparation(file: Path) -> Preparation:
     template = ChatTemplate(file.read_text(), SPECIAL_TOKENS, now=lambda: NOW)
-    model = dataclasses.replace(TINY, template=template)
+    model = dataclasses.replace(PLAIN, template=template)
     return Preparation(FakeBackend(), {"tiny": model}, FrontendSettings())
 
 

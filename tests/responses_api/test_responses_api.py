@@ -15,7 +15,7 @@ import pytest
 from poolgrid.kernel.requests.inference import InferenceRequest
 from poolgrid.server.frontend.prompt_encoder import PromptEncoder
 from tests.frontend.fake_backend import FakeBackend, Step, speak
-from tests.frontend.server import application, in_process, post_once, prompt_of, served_in_thread
+from tests.frontend.server import application, in_process, post_to_shared, prompt_of, served_in_thread
 from tests.frontend.weather_tool import TOOL
 from tests.installed import needs_parsers
 
@@ -44,7 +44,7 @@ def client() -> Iterator[openai.OpenAI]:
 
 
 def post(backend: FakeBackend, **body: Any) -> httpx.Response:
-    return post_once(backend, "/v1/responses", json={"model": "tiny", "input": "hi", **body})
+    return post_to_shared(backend, "/v1/responses", json={"model": "tiny", "input": "hi", **body})
 
 
 @needs_parsers

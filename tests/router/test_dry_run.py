@@ -49,7 +49,7 @@ def nested(depth: int) -> bytes:
     [
         (BOMB, {"content-encoding": "gzip"}, 413, "inflation_refused"),
         (MANY, {}, 413, "body_too_complex"),
-        (gzip.compress(MANY), {"content-encoding": "gzip"}, 413, "body_too_complex"),
+        (gzip.compress(MANY, 1), {"content-encoding": "gzip"}, 413, "body_too_complex"),
         (b" " * (1 + FrontendSettings().max_body_bytes), {}, 413, "body_too_large"),
         (gzip.compress(b"{}")[:-9], {"content-encoding": "gzip"}, 400, "invalid_encoding"),
         (b"{}", {"content-encoding": "br"}, 415, "unsupported_content_encoding"),

@@ -48,8 +48,6 @@ from poolgrid.kernel.wire.requests import (
     Sampling,
     TokenDelta,
 )
-from poolgrid.server.frontend.models import TINY_MODEL_PATH
-from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.process.clock import SystemClock
 from poolgrid.server.process.settings import with_constants
 from poolgrid.server.router import fleet_links
@@ -62,6 +60,7 @@ from poolgrid.server.router.service import RouterService
 from poolgrid.server.router.settings import RouterSettings
 from poolgrid.server.serving.links import LINKS_MAX, WorkerLink
 from poolgrid.server.serving.request_tracker import CHANGES_PER_TURN, LOST_TOGETHER_TURNS
+from tests.frontend.fake_backend import TINY
 from tests.frontend.inference_requests import like
 
 OLD, NEW = WorkerKey(WorkerId("old")), WorkerKey(WorkerId("new"))
@@ -778,9 +777,6 @@ async def test_a_request_that_only_such_a_worker_could_take_is_refused_at_once_w
         with pytest.raises(Refused, match="no connection can be made") as refused:
             await router.service.submit(REQUEST)
         assert refused.value.status == 503
-
-
-TINY = PromptModel.load(TINY_MODEL_PATH)
 
 
 async def test_a_worker_of_another_vocabulary_gets_no_requests_and_is_named_with_the_reason(
