@@ -50,7 +50,7 @@ def test_a_format_that_workers_name_is_reported_with_what_is_missing(caplog: pyt
 
 def test_a_forced_call_is_refused_by_name() -> None:
     body = {**body_for("chat"), "tools": [TOOL], "tool_choice": "required"}
-    answer = post_once(None, PATHS["chat"], json=body)
+    answer = post_once(FakeBackend(), PATHS["chat"], json=body)
 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "tool_choice"

@@ -1,0 +1,5 @@
+"""What tests of answers share with those of the front end."""
+
+from tests.frontend.conftest import shared_front_ends
+
+__all__ = ["shared_front_ends"]
