@@ -74,6 +74,7 @@ def test_an_event_stream_that_never_fills_is_found_out_and_the_routers_own_choic
             assert complete(router.url, 101).headers["x-poolgrid-decision"].endswith("-predicted")
             newest = httpx.get(f"{router.url}/v1/decisions").json()["data"][0]
             assert newest["overlap_blocks"] == 320 // 16
+        assert router.stop()[0] == 0  # what it recorded last is written then
 
     assert examine_journal(str(tmp_path), as_json=True) == 1
     (verdict,) = json.loads(capsys.readouterr().out)["data"]
