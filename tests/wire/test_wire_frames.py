@@ -827,13 +827,16 @@ class TestHostileBytes:
                     continue
                 for at in _value_spans(frame):
                     hostile = frame[:at] + claim + frame[at:][:64]
-                    tracemalloc.reset_peak()
-                    before, _ = tracemalloc.get_traced_memory()
-                    fault = _fault(name, hostile)
-                    _, peak = tracemalloc.get_traced_memory()
+                    fault, peaks = None, list[int]()
+                    # Other threads of the process may allocate meanwhile; what a claim allocates it does each time.
+                    while not peaks or (peaks[-1] >= 64 * 1024 + 100 * len(hostile) and len(peaks) < 3):
+                        tracemalloc.reset_peak()
+                        before, _ = tracemalloc.get_traced_memory()
+                        fault = _fault(name, hostile)
+                        peaks.append(tracemalloc.get_traced_memory()[1] - before)
 
                     assert fault is not None
-                    assert peak - before < 64 * 1024 + 100 * len(hostile)
+                    assert min(peaks) < 64 * 1024 + 100 * len(hostile)
                     del fault
         finally:
             tracemalloc.stop()
