@@ -88,8 +88,9 @@ class TargetBoard:
     """How requests fared against their targets, as metrics: by pool and role, and by the cells of the grids.
 
     Rules
-        1. A latency is judged where the closed loop would learn from it (``core.choice.destination``), against the
-           target with which its cell was chosen: the request's own, else the document's, else the middle of the axis.
+        1. A latency is judged where the closed loop would learn from it (``kernel.pool_grids.destination``), against
+           the target with which its cell was chosen: the request's own, else the document's, else the middle of the
+           axis.
         2. A grid is shown by its last two axes, in at most ``LINES_MAX`` rows and columns: finer ones are put
            together. So the series of a grid are bounded, for any document.
         3. With a new revision of the document the series of its cells restart: a cell may mean something else.

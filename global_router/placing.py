@@ -1,7 +1,7 @@
 """From where a request may go to a worker that has it: cells, pools in their order, reservations, the request plane.
 
 Rules
-    1. ``core.choice.destination`` gives the wanted pool of a request and the alternatives; it is asked once per
+    1. ``kernel.pool_grids.destination`` gives the wanted pool of a request and the alternatives; it is asked once per
        request and stage. A pool that cannot be used is passed over, and the record has which and why.
     2. A pool is asked for a worker (``Select``), which reserves it; then the worker is reached and sent the request.
        A worker that is not reached, or not needed any more, is given back.

@@ -6,17 +6,17 @@ Rules
     2. *Resumed* requests (their clients are being served already) go before all others, and are refused by time only.
     3. The head of each lane is placed as soon as it can be; no other request of its lane overtakes it.
     4. Once the queue is closed no request is placed any more.
-    5. A request waits while the engine where it would go has enough to compute (``core.engine_backlog``). Which are
-       tried, and in which order, is in ``core.lane_placer``; with a policy that plans rule 3 is not for them.
+    5. A request waits while the engine where it would go has enough to compute (``router.engine_backlog``). Which are
+       tried, and in which order, is in ``router.lane_placer``; with a policy that plans rule 3 is not for them.
     6. With a policy that plans, new requests are *deferred* until the worker that a plan gave them has no prompt to
        compute, at most ``HOLD_LIMIT_MS``. Those whose turn it is, up to ``PLANNED_MAX``, are planned together
-       (``core.selector.Planner``): at the end of a turn of the event loop in which one came, a worker has computed all
-       its prompts, or has room again. A plan is forgotten at once. No request is refused because others are deferred:
-       where that takes the room, those whose turn it is go to workers whose engines have not enough.
+       (``routing.selector.Planner``): at the end of a turn of the event loop in which one came, a worker has computed
+       all its prompts, or has room again. A plan is forgotten at once. No request is refused because others are
+       deferred: where that takes the room, those whose turn it is go to workers whose engines have not enough.
     7. With ``session_admission``, turns of sessions for which the pool's working set has no room wait in a lane of
-       their own for each model, by when their session first asked (``core.lane_placer``). A client that was refused
+       their own for each model, by when their session first asked (``router.lane_placer``). A client that was refused
        after ``queue_timeout_ms`` keeps that place for ``ASKED_KEPT_MS``. Turns that pass them are charged to their
-       tenants. Where the pool gains nothing from that, admission rests (``core.admission_review``): none waits so.
+       tenants. Where the pool gains nothing from that, admission rests (``router.admission_review``): none waits so.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Options:
 class AttackerThread:
     """An event loop in a thread of its own that gives way: an attacker elsewhere takes no CPU from the pool's machine.
 
-    Threads and processes that are started from it give way as well. Where times are not judged nobody gives way: beside
+    Threads and processes that are started from it give way as well. Where times are not judged none gives way: beside
     work that leaves nothing over an attack would take minutes. Where Linux shares the processor out by sessions
     (autogroups), a thread's niceness says nothing to the pool's processes, which have sessions of their own: then the
     harness's whole session gives way, until the end.

@@ -5,7 +5,7 @@
 A real router, with own workers and in front of mock engine servers, answers a chat as a stream, several times in
 succession. What counts of poolgrid's functions ran for each of these requests and not while the router was idle; a part
 in ``<>`` (a comprehension) counts as its function. The first byte is the first write to the client. A coroutine that
-goes on is a call. C's functions, libraries and other threads do not count.
+continues is a call. C's functions, libraries and other threads do not count.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ Rules for this file:
    not filled for ``stale_after_ms`` makes it ``STALE``, and a stream that has caught up is ``LIVE`` again. Each is a
    record.
 6. A rank that is silent for the lease leaves the pool. Ranks attached by configuration hold their lease by connection.
-7. A rank has its own stream, and may have further sources (``core.further_source``) with cursors of their own. A block
-   is held while any of them reports it; readers get the first report and the last removal. Gaps, leases
+7. A rank has its own stream, and may have further sources (``consolidation.further_source``) with cursors of their
+   own. A block is held while any of them reports it; readers get the first report and the last removal. Gaps, leases
    and acknowledgements are the business of the rank's own stream alone.
 
 What may join: see ``compatibility``. Limits: ``ConsolidatorLimits``.

@@ -7,7 +7,7 @@ Rules:
    number may change.
 3. A request has images or embeddings, not both: TensorRT-LLM takes one of the two.
 4. Images are named where the version takes names, so that its events say which blocks depend on them
-   (``core.media_names``). Embeddings cannot be named.
+   (``media_name``). Embeddings cannot be named.
 5. A ``.pt`` file is loaded with ``weights_only``: a pickle of anything but tensors is refused, never run.
 
 Which media an engine's blocks depend on: its names of media, and the hashes that routers know them by. Pure.

@@ -1,4 +1,4 @@
-"""A router's way to its pool's journal: the sockets around ``core.feed_reader``."""
+"""A router's way to its pool's journal: the sockets around ``consolidation.feed_reader``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Messages pushed by workers: received in a turn of the core, answered once they are in the journal; and leases.
 
 A batch that is much work is taken in part by part, each a record, with turns for all else in between; messages behind
-it wait. A worker that takes more than its share of the loop is muted for a while (``core.loop_share``).
+it wait. A worker that takes more than its share of the loop is muted for a while (``consolidator.loop_share``).
 A worker in this process pushes past the socket: its messages are handed over with those that the socket receives.
 """
 
