@@ -27,7 +27,7 @@ from click.shell_completion import CompletionItem
 from poolgrid.kernel.requests.log_fields import Field
 from poolgrid.kernel.wire.addresses import without_credentials
 from poolgrid.server.cli.dynamo_options import in_our_words
-from poolgrid.server.process import logs
+from poolgrid.server.process import garbage, logs
 from poolgrid.server.process.plugins import COMMANDS, installed_plugins
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 112}
@@ -233,9 +233,11 @@ class LateCommands(UserDict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         found = self.data[name]
         if found == PLUGIN:
-            found = self.data[name] = _of_plugin(name)
+            with garbage.kept():
+                found = self.data[name] = _of_plugin(name)
         elif isinstance(found, str):
-            module = importlib.import_module(found)
+            with garbage.kept():
+                module = importlib.import_module(found)
             found = self.data[name] = getattr(module, name.replace("-", "_"))
         return found
 

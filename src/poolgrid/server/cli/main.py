@@ -60,6 +60,8 @@ def run() -> None:
     garbage.collect_rarely()
     # For its plug-ins, pydantic reads the metadata of every installed distribution: 6 % of the CPU of a start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    # No command multiplies matrices; numpy's OpenBLAS starts a thread for each core, and they spin for 50 to 100 ms.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     app(prog_name=PROGRAM)
 
 

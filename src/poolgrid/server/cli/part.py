@@ -43,7 +43,7 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 
 END_LOOK_S = 0.1
-"""Between two looks at whether a process has ended."""
+"""Between two looks at whether a process has ended, where the event loop says so only once its pipes are closed."""
 
 LAST_WORDS_S = 2.0
 """How long what a part has printed before its end may take to be in its log."""
@@ -304,8 +304,10 @@ async def _ended(process: Process) -> int:
 
     ``Process.wait`` alone waits for pipes that a process of its own, which outlives it, keeps open.
     """
-    while process.returncode is None:  # noqa: ASYNC110 - asyncio reports it once the pipes are closed, too
-        await asyncio.sleep(END_LOOK_S)
+    while process.returncode is None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_LOOK_S):
+                await process.wait()
     with suppress(TimeoutError):
         async with asyncio.timeout(LAST_WORDS_S):
             await process.wait()

@@ -10,7 +10,6 @@ restart a service unless its status is 2.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import re
@@ -74,12 +73,8 @@ def run_service(name: str, chosen: LogChoice, prepare: Callable[[], Main], **fie
     allocation.return_large_blocks()
     sys.setswitchinterval(THREAD_SWITCH_S)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which nothing reads
-    # Start-up objects live as long as the process: out of the collector's sight, they cost no pause later. There is
-    # next to no garbage among them, and to look for it would take 6 % of the CPU of a start.
-    gc.disable()
-    main = prepare()
-    gc.freeze()
-    gc.enable()
+    with garbage.kept():
+        main = prepare()
 
     manager = ServiceManager.taken_from(os.environ)
     service_manager.set(manager)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from poolgrid.kernel.wire.hashing import stable_u64
 
-PAUSE_MIN_S = 0.1
-"""Below what an interpreter takes to start: a part that was killed is back as soon as it can be."""
+PAUSE_MIN_S = 0.03
+"""Far below what an interpreter takes to start: a part that was killed is back as soon as it can be."""
 
 PAUSE_MAX_S = 15.0
 """A part whose trouble is over is back within this time; one that cannot start costs a second of a core as often."""
