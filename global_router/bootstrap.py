@@ -18,7 +18,6 @@ import httpx
 from poolgrid.kernel.pool_grids.grid_document import GridDocument, GridDocumentError, TargetDefaults
 from poolgrid.kernel.wire.addresses import GLOBAL_ROUTER, ROUTER, is_name, parse_name
 from poolgrid.kernel.wire.secret_texts import without_received_bytes
-from poolgrid.server.frontend.model_loading import ModelLoading
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.global_router.configuration import Configuration
 from poolgrid.server.global_router.document.history import Reload
@@ -105,7 +104,6 @@ FLEET_PAGE = "fleet-page-of-global-router"
 async def serve(
     settings: GlobalRouterSettings,
     frontend: FrontendSettings,
-    model: ModelLoading,
     stop: asyncio.Event,
     ready: Callable[..., None],
     place: GroupPlace | None = None,
@@ -120,7 +118,7 @@ async def serve(
     """
     async with AsyncExitStack() as opened:
         loaded = _read_document(settings)
-        process = RouterProcess(opened, settings, frontend, model, place)
+        process = RouterProcess(opened, settings, frontend, place)
         metrics = GlobalRouterMetrics(process.registry)
         process.warn_of_exposures("")
         context = process.open_context(process.context_maker())

@@ -16,7 +16,6 @@ from poolgrid.kernel.wire.addresses import CONSOLIDATOR, ROUTER, is_name
 from poolgrid.kernel.wire.card import WorkerCard
 from poolgrid.kernel.wire.ingest import Leader
 from poolgrid.server.consolidator.settings import ConsolidatorSettings
-from poolgrid.server.frontend.model_loading import ModelLoading
 from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.process.clock import Clock
@@ -81,7 +80,6 @@ async def serve(
     settings: RouterSettings,
     frontend: FrontendSettings,
     consolidator: ConsolidatorSettings,
-    model: ModelLoading,
     stop: asyncio.Event,
     ready: Callable[[Endpoints], None],
     place: GroupPlace | None = None,
@@ -93,7 +91,7 @@ async def serve(
     Whatever ends it, what was opened is closed again, in reverse order.
     """
     async with AsyncExitStack() as opened:
-        process = RouterProcess(opened, settings, frontend, model, place)
+        process = RouterProcess(opened, settings, frontend, place)
         clock, registry = process.clock, process.registry
         awake = process.start_clock(settings.worker_timeout_ms, settings.reservation_ttl_ms)
         metrics = RouterMetrics(registry)

@@ -24,7 +24,6 @@ from poolgrid.server.cli.commands.consolidator import ServersBeside, follower_se
 from poolgrid.server.consolidator.bootstrap import ConsolidatorEndpoints
 from poolgrid.server.consolidator.bootstrap import serve as serve_store
 from poolgrid.server.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from poolgrid.server.frontend.model_loading import ModelLoading
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.process.leash import leashed
 from poolgrid.server.process.settings import with_constants
@@ -232,9 +231,8 @@ def running_gateway(directory: Path, logs: bool = True, **settings: Any) -> Iter
                                 **settings.pop("router", {}),
                             },
                         ),
-                        frontend := FrontendSettings(**settings.pop("frontend", {})),
+                        FrontendSettings(**settings.pop("frontend", {})),
                         ConsolidatorSettings(),
-                        ModelLoading(frontend),
                         stop,
                         ready.set_result,
                     )

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from poolgrid.server.frontend.model_loading import ModelLoading
 from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.global_router import bootstrap
@@ -39,7 +38,6 @@ def starting(
         await bootstrap.serve(
             GlobalRouterSettings(**{"config": path, "port": 0, "shutdown_timeout_ms": 100, **settings}),
             FrontendSettings(),
-            ModelLoading(FrontendSettings()),
             stop,
             on_ready,
             place,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from poolgrid.server.consolidator.settings import ConsolidatorSettings
-from poolgrid.server.frontend.model_loading import ModelLoading
 from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.process.lifecycle import GroupPlace
@@ -42,7 +41,6 @@ def starting(
             RouterSettings(**{"port": 0, "select_port": 0, "shutdown_timeout_ms": 100, **routers}),
             FrontendSettings(),
             ConsolidatorSettings(data_dir=directory, **{"ingest_port": 0, **rest}),
-            ModelLoading(FrontendSettings()),
             stop,
             on_ready,
             place,
@@ -126,7 +124,6 @@ def test_one_that_is_stopped_before_it_knows_its_pool_leaves_nothing() -> None:
             RouterSettings(port=0, select_port=0, shutdown_timeout_ms=100, **nobody),
             FrontendSettings(),
             ConsolidatorSettings(),
-            ModelLoading(FrontendSettings()),
             stop,
             breaks,
         )

@@ -17,7 +17,6 @@ import pytest
 import zmq.asyncio
 
 from poolgrid.server.consolidator.settings import ConsolidatorSettings
-from poolgrid.server.frontend.model_loading import ModelLoading
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.process.settings import with_constants
 from poolgrid.server.router import bootstrap as router
@@ -103,7 +102,6 @@ async def pool_of(engine: str, servers: Servers, **routing: Any) -> AsyncIterato
                     RouterSettings(port=0, select_port=0, legs="two", shutdown_timeout_ms=100, **routing),
                     FrontendSettings(),
                     ConsolidatorSettings(ingest_port=0),
-                    ModelLoading(FrontendSettings()),
                     stop,
                     ready,
                 )

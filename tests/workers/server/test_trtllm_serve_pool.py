@@ -17,7 +17,6 @@ import httpx
 import zmq.asyncio
 
 from poolgrid.server.consolidator.settings import ConsolidatorSettings
-from poolgrid.server.frontend.model_loading import ModelLoading
 from poolgrid.server.frontend.models import TINY_MODEL_PATH
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.process.settings import with_constants
@@ -69,7 +68,6 @@ async def pool_before(directory: Path) -> AsyncIterator[Pool]:
                     RouterSettings(port=0, select_port=0, shutdown_timeout_ms=100),
                     FrontendSettings(model_path=TINY_MODEL_PATH),
                     ConsolidatorSettings(ingest_port=0),
-                    ModelLoading(FrontendSettings(model_path=TINY_MODEL_PATH)),
                     stop,
                     ready,
                 )

@@ -23,7 +23,7 @@ from poolgrid.server.process.tasks import Restart, supervised
 FIRST_VIEW_S = 10.0
 """Workers that live greet a router again within seconds; clients and balancers give up after 30 s or later."""
 
-LOOK_S = 0.02
+LOOK_S = 0.005
 """Between two looks at whether the router is ready, at its start alone."""
 
 Serve = Callable[[Any, Any, Any], Awaitable[None]]

@@ -22,8 +22,8 @@ from poolgrid.kernel.wire.trace_context import TraceContext
 from poolgrid.server.frontend.app import Application, Endpoints, Readiness, create_app
 from poolgrid.server.frontend.errors import RequestError
 from poolgrid.server.frontend.first_view import FirstView
-from poolgrid.server.frontend.model_loading import ModelLoading
 from poolgrid.server.frontend.openapi import add_fleet_list
+from poolgrid.server.frontend.prompt_model import PromptModel
 from poolgrid.server.frontend.settings import FrontendSettings
 from poolgrid.server.frontend.traffic import open_report
 from poolgrid.server.http.http_server import RouterServers, open_server
@@ -58,16 +58,16 @@ class RouterProcess:
         opened: AsyncExitStack,
         settings: ServingSettings,
         frontend: FrontendSettings,
-        model: ModelLoading,
         place: GroupPlace | None,
     ) -> None:
-        """Wait for the prompt model, before any clock that judges others runs: a large vocabulary takes a second or
-        two, and the loop stands still. ``place`` is that of the process among several that share the port."""
+        """Read the prompt model, before any clock that judges others runs: a large vocabulary takes half a second, and
+        the loop stands still. In a thread beside the imports it would take longer: ``tokenizers`` reads it without
+        letting the interpreter go. ``place`` is that of the process among several that share the port."""
         self.opened = opened
         self.settings = settings
         self.frontend = frontend
         self.place = place
-        self.prompt_model = model.result()
+        self.prompt_model = _prompt_model(frontend)
         self.clock = SystemClock()
         self.registry = CollectorRegistry()
         LoopMetrics(self.registry)
@@ -175,6 +175,19 @@ class RouterProcess:
     def make_ready(app: Application, service: Service) -> None:
         """Make ready for the models that are served."""
         app.front.preparation.forms.make_ready(service.models())
+
+
+def _prompt_model(settings: FrontendSettings) -> PromptModel | None:
+    if not settings.has_tokenizer:
+        return None
+    return PromptModel.load(
+        settings.model_path,
+        settings.served_model_name,
+        chat_template=settings.chat_template,
+        tokenization_cache_bytes=settings.tokenization_cache_bytes,
+        word_cache=settings.word_cache,
+        proves_later=True,
+    )
 
 
 def decision_not_found(

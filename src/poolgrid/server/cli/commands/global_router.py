@@ -41,13 +41,9 @@ def global_router(
     def prepare() -> Main:
         if settings.http_workers > 1:
             return lambda stop: serve_global_group(settings, frontend, log_choice, stop, say_ready)
-        from poolgrid.server.frontend.model_loading import ModelLoading
-
-        model = ModelLoading(frontend)
-        # Late: a thread reads the model meanwhile.
         from poolgrid.server.global_router.bootstrap import serve
 
         place = GroupPlace.from_environment()
-        return lambda stop: serve(settings, frontend, model, stop, say_ready, place)
+        return lambda stop: serve(settings, frontend, stop, say_ready, place)
 
     run_service("global-router", log_choice, prepare)

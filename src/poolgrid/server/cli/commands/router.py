@@ -43,10 +43,6 @@ def router(
     def prepare() -> Main:
         if settings.http_workers > 1:
             return lambda stop: serve_group(settings, frontend, consolidator, log_choice, stop, say_ready)
-        from poolgrid.server.frontend.model_loading import ModelLoading
-
-        model = ModelLoading(frontend)
-        # Late: a thread reads the model meanwhile.
         from poolgrid.server.router.bootstrap import Endpoints, serve
 
         def ready(endpoints: Endpoints) -> None:
@@ -56,6 +52,6 @@ def router(
             say_ready(endpoints.http, *ingest, f"select={endpoints.select}", *ext_proc, *admin)
 
         place = GroupPlace.from_environment()
-        return lambda stop: serve(settings, frontend, consolidator, model, stop, ready, place)
+        return lambda stop: serve(settings, frontend, consolidator, stop, ready, place)
 
     run_service("router", log_choice, prepare, router=settings.router_id)
