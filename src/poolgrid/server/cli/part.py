@@ -42,7 +42,7 @@ START_TIMEOUT_S = 60.0
 
 STOP_TIMEOUT_S = 10.0
 
-END_LOOK_S = 0.1
+END_LOOK_S = 1.0
 """Between two looks at whether a process has ended, where the event loop says so only once its pipes are closed."""
 
 LAST_WORDS_S = 2.0
