@@ -19,7 +19,11 @@ class Router:
     def __init__(self) -> None:
         self.served: list[str] = []
         self.missing: str | None = "no worker takes requests"
-        self.first = FirstView(self._serve, lambda: self.missing)
+        self.is_over = False
+        self.first = FirstView(self._serve, lambda: self.missing, self._over)
+
+    def _over(self) -> None:
+        self.is_over = True
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         self.served.append(scope["path"])
@@ -48,10 +52,12 @@ async def test_requests_of_clients_wait_for_the_first_view_and_those_of_operator
             await router.ask(path)
         assert router.served == ["/live", "/ready", "/metrics", "/v1/workers", "/v1/pool"]
         assert not any(each.done() for each in waiting)
+        assert not router.is_over
 
         router.missing = None
         await asyncio.gather(*waiting)
         assert len(router.served) == 8
+        assert router.is_over
 
         router.missing = "no worker takes requests"
         await router.ask("/v1/models")

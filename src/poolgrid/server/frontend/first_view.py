@@ -34,9 +34,11 @@ Ready = Callable[[], str | None]
 class FirstView:
     """The application of a router's server."""
 
-    def __init__(self, app: Serve, ready: Ready) -> None:
+    def __init__(self, app: Serve, ready: Ready, then: Callable[[], None]) -> None:
+        """``then`` is called once the wait is over: with what the first requests can do without."""
         self._app = app
         self._ready = ready
+        self._then = then
         self._over = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
 
@@ -65,3 +67,4 @@ class FirstView:
                 while self._ready() is not None:  # noqa: ASYNC110 - a look at several states, at the start alone
                     await asyncio.sleep(LOOK_S)
         self._over.set()
+        self._then()

@@ -245,6 +245,11 @@ class PromptEncoder:
         self._backend.prove()
 
     @property
+    def is_proven(self) -> bool:
+        """Return whether the fastest exact way is chosen."""
+        return self._backend.slow_because is not UNPROVEN
+
+    @property
     def is_fast(self) -> bool:
         """Return whether ``fastokens`` does the work."""
         return not self.slow_because

@@ -108,8 +108,8 @@ class PromptModel:
         ``chat_template`` is a Jinja file that is used in place of the model's own templates.
         ``tokenization_cache_bytes`` bounds the cache of prompt segments (0 = none). Without ``word_cache`` the time
         that a text takes does not depend on the words of others. Without ``prompts`` the model is checked and
-        described: choosing the encoder, which compares two tokenizers, is left out. With ``proves_later`` a thread does
-        that, and the slower of them works until it has.
+        described: choosing the encoder, which compares two tokenizers, is left out. With ``proves_later`` that is left
+        to ``begin_proof``, and the slower of them works until it is done.
         """
         try:
             return cls._read(
@@ -165,11 +165,7 @@ class PromptModel:
                 proves_later=proves_later,
                 text="" if document.truncation or document.padding else text.decode(),
             )
-            if proves_later:
-                # No daemon: native code that finds the interpreter gone aborts the process. Its end waits for a second
-                # or two.
-                threading.Thread(target=_finish, args=(encoder, byte_table), name="choice of a tokenizer").start()
-            else:
+            if not proves_later:
                 _say(encoder)
         vocab_size = max(tokenizer.get_vocab_size(), _limit(config, ("vocab_size",), where) or 0)
         max_length = _limit(config, ("max_position_embeddings", "n_positions", "max_sequence_length"), where)
@@ -185,6 +181,13 @@ class PromptModel:
             encoder=encoder,
             special_tokens=special_tokens,
         )
+
+    def begin_proof(self) -> None:
+        """Begin in a thread what was left for later: seconds of work for a large vocabulary."""
+        if self.encoder is not None and not self.encoder.is_proven:
+            # No daemon: native code that finds the interpreter gone aborts the process. Its end waits for a second or
+            # two.
+            threading.Thread(target=_finish, args=(self.encoder, self.byte_table), name="choice of a tokenizer").start()
 
     def with_template(self, source: str) -> PromptModel:
         """Return this model with another template in place of its own ones; raises ``TemplateFailure``."""

@@ -151,7 +151,8 @@ class RouterProcess:
     def open_server(self, app: ASGIApp, end_requests: Callable[[], None]) -> RouterServers:
         """Open the servers of an application, at which clients wait for the router's first view."""
         assert self._ready is not None, "the application is open"
-        first = FirstView(app, self._ready)
+        model = self.prompt_model
+        first = FirstView(app, self._ready, lambda: None if model is None else model.begin_proof())
 
         def end() -> None:
             end_requests()
