@@ -36,6 +36,10 @@ NAMES_MAX = 3
 """Choices that a help text names in one place; more are "others", so that a further one changes no text."""
 
 
+COMPOUND = re.compile(r"(?<![\w=/.-])[a-z0-9]+_\w+\b(?![=(])")
+"""A word that may be the name of a setting; one without an underscore means something else in most sentences."""
+
+
 def option_name(field: str, renamed: Mapping[str, str] | None = None) -> str:
     """Return the option of a settings field."""
     return (renamed or {}).get(field, "--" + field.replace("_", "-"))
@@ -82,7 +86,7 @@ def with_settings(
     for model in models:
         for name, field in model.model_fields.items():
             fields.setdefault(name, field)
-            panels.setdefault(name, model.panel_of(name))
+        panels = {**model.panels(), **panels}
     options = [
         _option(
             name,
@@ -148,8 +152,8 @@ def with_chosen_settings(
             fields.setdefault(name, {})[chosen] = field
     panels: dict[str, set[str]] = {}
     for model in models.values():
-        for name in model.model_fields:
-            panels.setdefault(name, set()).add(model.panel_of(name))
+        for name, panel in model.panels().items():
+            panels.setdefault(name, set()).add(panel)
     options = [_option(selector, choice.model_fields[selector], is_basic=bool(basics))]
     for name in _basics_first(fields, basics):
         panel = next(iter(panels[name])) if len(panels[name]) == 1 else f"Several kinds of {selector}"
@@ -229,7 +233,7 @@ def _refuse_option(name: str, chosen: str, model: type[Settings]) -> None:
 
 
 def _shared_option(
-    name: str, by_choice: Mapping[str, FieldInfo], panel: str, *, is_basic: bool, known: Iterable[str]
+    name: str, by_choice: Mapping[str, FieldInfo], panel: str, *, is_basic: bool, known: Collection[str]
 ) -> Any:
     """Return the option of a field that one or more models have, each in its own way."""
     shown = {
@@ -446,11 +450,6 @@ def _fault_line(fault: Any, model: type[Settings], renamed: Mapping[str, str] | 
     return f"{option} {shown}: {problem}"
 
 
-def with_options(text: str, fields: Iterable[str], renamed: Mapping[str, str] | None = None) -> str:
+def with_options(text: str, fields: Collection[str], renamed: Mapping[str, str] | None = None) -> str:
     """Return a text in which names of settings are options, as a person types them."""
-    names = "|".join(sorted((name for name in fields if "_" in name), key=len, reverse=True))
-    return (
-        re.sub(rf"(?<![\w=/.-])(?:{names})\b(?![=(])", lambda found: option_name(found[0], renamed), text)
-        if names
-        else text
-    )
+    return COMPOUND.sub(lambda found: option_name(found[0], renamed) if found[0] in fields else found[0], text)

@@ -29,10 +29,11 @@ class Settings(BaseModel):
     """Heading in the help of a command, of the fields that a model declares itself."""
 
     @classmethod
-    def panel_of(cls, name: str) -> str:
-        return next(
-            each.panel for each in cls.__mro__ if issubclass(each, Settings) and name in inspect.get_annotations(each)
-        )
+    def panels(cls) -> dict[str, str]:
+        """Return the panel of each field: that of the last class that declares it."""
+        declared = [each for each in reversed(cls.__mro__) if issubclass(each, Settings)]
+        names = {name: each.panel for each in declared for name in inspect.get_annotations(each)}
+        return {name: names[name] for name in cls.model_fields}
 
 
 S = TypeVar("S", bound=Settings)
