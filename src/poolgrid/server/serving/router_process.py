@@ -61,8 +61,8 @@ class RouterProcess:
         place: GroupPlace | None,
     ) -> None:
         """Read the prompt model, before any clock that judges others runs: a large vocabulary takes half a second, and
-        the loop stands still. In a thread beside the imports it would take longer: ``tokenizers`` reads it without
-        letting the interpreter go. ``place`` is that of the process among several that share the port."""
+        the loop stands still. A thread that reads it during the imports saves nothing, because ``tokenizers`` holds
+        the interpreter's lock. ``place`` is that of the process among several that share the port."""
         self.opened = opened
         self.settings = settings
         self.frontend = frontend
