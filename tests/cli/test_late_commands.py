@@ -123,15 +123,20 @@ def test_a_process_imports_only_what_its_command_needs(command: str, module: str
     assert "built" not in imported, f"what checks settings is built before there are any: {answer.stdout.decode()}"
 
 
-def test_the_collector_runs_rarely_before_a_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("words", "is_on"), [(["--version"], False), (["completion", "bash"], True)])
+def test_the_collector_runs_rarely_and_not_before_a_command_is_imported(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], is_on: bool
+) -> None:
     before = gc.get_threshold()
-    monkeypatch.setattr(sys, "argv", ["poolgrid", "--version"])
+    monkeypatch.setattr(sys, "argv", ["poolgrid", *words])
     try:
         with pytest.raises(SystemExit) as ended:
             run()
         assert gc.get_threshold()[0] == garbage.YOUNG_OBJECTS
+        assert gc.isenabled() is is_on
     finally:
         gc.set_threshold(*before)
+        gc.enable()
     assert ended.value.code == 0
 
 

@@ -233,11 +233,9 @@ class LateCommands(UserDict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         found = self.data[name]
         if found == PLUGIN:
-            with garbage.kept():
-                found = self.data[name] = _of_plugin(name)
+            found = self.data[name] = _of_plugin(name)
         elif isinstance(found, str):
-            with garbage.kept():
-                module = importlib.import_module(found)
+            module = importlib.import_module(found)
             found = self.data[name] = getattr(module, name.replace("-", "_"))
         return found
 
@@ -259,6 +257,14 @@ class LateGroup(Group):
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         return next((each.load() for each in _added() if each.name == cmd_name), None)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Import a command, for which ``run`` has suspended the collector."""
+        found = super().resolve_command(ctx, args)
+        garbage.resume()
+        return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what each command does, by section; one that is not installed is marked."""

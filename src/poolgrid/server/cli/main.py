@@ -58,6 +58,7 @@ click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version
 def run() -> None:
     """Run the command line, or answer a shell that completes one (click's ``_POOLGRID_COMPLETE``)."""
     garbage.collect_rarely()
+    garbage.suspend()
     # For its plug-ins, pydantic reads the metadata of every installed distribution: 6 % of the CPU of a start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     # No command multiplies matrices; numpy's OpenBLAS starts a thread for each core, and they spin for 50 to 100 ms.

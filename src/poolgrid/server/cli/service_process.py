@@ -73,8 +73,9 @@ def run_service(name: str, chosen: LogChoice, prepare: Callable[[], Main], **fie
     allocation.return_large_blocks()
     sys.setswitchinterval(THREAD_SWITCH_S)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which nothing reads
-    with garbage.kept():
-        main = prepare()
+    garbage.suspend()
+    main = prepare()
+    garbage.resume()
 
     manager = ServiceManager.taken_from(os.environ)
     service_manager.set(manager)
