@@ -96,8 +96,9 @@ class RouterService:
         self._behind_records: Callable[[], int] = lambda: journal.behind() + feed.behind()
         self._full: FullWorkers[WorkerKey] = FullWorkers(clock)
         self.links = FleetLinks(open_link, links_max, compatibility_check)
-        self.tracker = RouterTracker(state, self.links, metrics, clock, self, self._full, not_sampled)
         self.chooser = Chooser(settings, state, self.links, clock, self._behind_records, self._full)
+        naming = self.chooser.naming
+        self.tracker = RouterTracker(state, self.links, metrics, clock, self, self._full, naming, not_sampled)
         self.admission: AdmissionReview | None = None
         """Whether turns wait for places in caches; ``None`` where they never do."""
         if settings.session_admission:

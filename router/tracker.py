@@ -65,13 +65,13 @@ class RouterTracker(RequestTracker[LocalRequest]):
         clock: Clock,
         placer: Placer[LocalRequest],
         full: FullWorkers[WorkerKey],
+        naming: SessionNaming,
         not_sampled: TraceContext | None,
     ) -> None:
         super().__init__(links, metrics, clock, placer, not_sampled)
         self.decisions = DecisionLog(DECISIONS_KEPT)
         self.sketch = ReuseSketch()
         """What prompts were seen, of requests with a worker."""
-        self.naming = SessionNaming(state.projection, clock.wall_ms)
         self.recorder: DecisionRecorder | None = None
         """Where decisions are kept beyond ``decisions``; it is the log of the state too."""
         self._counters: dict[tuple[str, str, Stage, str], tuple[Counter, Counter]] = {}
@@ -79,6 +79,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._state = state
         self._metrics = metrics
         self._full = full
+        self._naming = naming
         self.examiner = Examiner(state.projection, self.decisions.of_dispatch, self._realised)
         self._plans = state.selector.planner is not None
         self._overcommit_timer: asyncio.TimerHandle | None = None
@@ -95,7 +96,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._state.book(Booked(decision, routed.path, dispatch_id, chosen.now_ms))
         self.decisions.add(decision)
         self.requests[plan.request.request_id] = routed
-        self.naming.dispatched(plan.request)
+        self._naming.dispatched(plan.request)
         routed.latest = plan.current
         metrics = self._metrics
         kind = (decision.policy, routed.machine.delivery.decision_reason, leg.stage, leg.reason)
@@ -310,7 +311,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
 
     def ended(self, routed: LocalRequest, end: EndRequest) -> None:
         machine, latest = routed.machine, routed.latest
-        turn = self.naming.ended(
+        turn = self._naming.ended(
             machine.request, routed.path, routed.block_size, machine.delivery.output, end.last.finish_reason or ""
         )
         if turn is not None and latest is not None and (link := self._links.get(latest.endpoint)) is not None:

@@ -137,8 +137,7 @@ class Peers:
 
     def _start_front(self, fleet: Fleet, step_ms: float, python: str = sys.executable) -> tuple[int, int]:
         engines = [self.start_engine(fleet, number, step_ms, free_port())[0] for number in range(ENGINES)]
-        option = "--front" if python == self._before_python else "--engine-url"
-        fronts = [word for port in engines for word in (option, f"http://127.0.0.1:{port}")]
+        fronts = [word for port in engines for word in ("--engine-url", f"http://127.0.0.1:{port}")]
         command = [python, "-m", "poolgrid", "up", *fronts, "--model-path", str(self._model), "--port", "0"]
         up = fleet.start("up", command, tested=True)
         return int(fleet.ready_words(up)["http"].rpartition(":")[2]), up.pid
@@ -177,7 +176,7 @@ class Peers:
                 *planes,
                 "--model-path",
                 str(self._model),
-                "--model-name" if python == self._before_python else "--served-model-name",
+                "--served-model-name",
                 MODEL,
                 *level,
             ],

@@ -37,6 +37,9 @@ WARM_UP_REQUESTS = 12
 IDLE_S = 4.0
 """Longer than the periods of what a router does by itself."""
 
+STEP_MS = 20.0
+"""Between two tokens, so that the first byte comes before the end."""
+
 SETTLE_S = 0.3
 """After the last byte: what a request leaves to do is done."""
 
@@ -87,7 +90,7 @@ def traced(
     peers: Peers, fleet: Fleet, form: str, into: Path, requests: int, tokens: int
 ) -> tuple[PathFigures, PathFigures]:
     """Return what a request passes in a form of ours, until its first byte and to its end."""
-    port, pid = peers.start(form, fleet)
+    port, pid = peers.start(form, fleet, STEP_MS)
     counter = CallCounter(pid, into)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     for _ in range(WARM_UP_REQUESTS):

@@ -145,15 +145,6 @@ class KvAware:
 
     def estimate(self, requests: Sequence[RoutingRequest], candidates: Sequence[Candidates]) -> WaitingPrompts:
         """Return what several prompts would cost, each with its candidates: the same workers at the same time."""
-        engines = candidates[0].engines
-        if isinstance(engines, FewEngines):
-            priced = [_costs_of_few(request, each, engines) for request, each in zip(requests, candidates, strict=True)]
-            return WaitingPrompts(
-                [costs for *_, costs in priced],
-                [[prompt.own_ms * prompt.pace for prompt in prompts] for prompts, *_ in priced],
-                [[prompt.uncached_tokens for prompt in prompts] for prompts, *_ in priced],
-            )
-        assert isinstance(engines, Engines), "it is what the policy's observer describes"
         uncached = np.stack(
             [
                 uncached_tokens(request, each.device_overlap, each.host_overlap, each.disk_overlap)

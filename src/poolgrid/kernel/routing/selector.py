@@ -220,13 +220,11 @@ class Selector:
 
     def waiting_candidates(self, group: WorkerGroup, wanted: Sequence[WorkerWanted]) -> list[Candidates]:
         """Return all of a group for each of some requests that ask at the same time: only overlaps differ."""
-        projection, as_numbers = self.projection, self._compares_numbers and group.few is not None
-        untrusted = projection.trust.untrusted
+        projection, untrusted = self.projection, self.projection.trust.untrusted
         first, *others = (
-            overlap_columns(projection, group, each.path, each.request, untrusted, each.now_ms, as_numbers)
-            for each in wanted
+            overlap_columns(projection, group, each.path, each.request, untrusted, each.now_ms) for each in wanted
         )
-        known = self._candidates(group, group.all_rows, first, wanted[0], as_numbers)
+        known = self._candidates(group, group.all_rows, first, wanted[0], as_numbers=False)
         return [known] + [replace(known, device_overlap=on[0], host_overlap=on[1], disk_overlap=on[2]) for on in others]
 
     def _candidates(
