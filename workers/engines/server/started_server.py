@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from poolgrid.kernel.wire.addresses import bracketed
+from poolgrid.server.process.environment import given_environment
 from poolgrid.server.process.leash import leashed
 from poolgrid.server.process.restart_pace import RestartPace
 from poolgrid.server.process.tasks import cancel_all, owned
@@ -139,7 +140,7 @@ class StartedServer:
                 stdin=PIPE,
                 stdout=output,
                 stderr=STDOUT,
-                env={**os.environ, **self._environment},
+                env={**given_environment(), **self._environment},
                 # Ctrl-C reaches the worker only, which finishes its requests before it ends the server.
                 start_new_session=True,
             )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
 from poolgrid import __version__
 from poolgrid.server.cli.command_line import PLUGIN, LateGroup
 from poolgrid.server.process import garbage
+from poolgrid.server.process.environment import prepare_imports
 
 PROGRAM = "poolgrid"
 
@@ -59,10 +58,7 @@ def run() -> None:
     """Run the command line, or answer a shell that completes one (click's ``_POOLGRID_COMPLETE``)."""
     garbage.collect_rarely()
     garbage.suspend()
-    # For its plug-ins, pydantic reads the metadata of every installed distribution: 6 % of the CPU of a start.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    # No command multiplies matrices; numpy's OpenBLAS starts a thread for each core, and they spin for 50 to 100 ms.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    prepare_imports()
     app(prog_name=PROGRAM)
 
 

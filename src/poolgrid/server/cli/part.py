@@ -31,6 +31,7 @@ from pathlib import Path
 
 from poolgrid.server.cli.options import environment_name
 from poolgrid.server.cli.service_process import PARENT_PIPE_VARIABLE
+from poolgrid.server.process.environment import given_environment
 from poolgrid.server.process.restart_pace import RestartPace
 from poolgrid.server.process.tasks import Restart, cancel_all, detached, owned, supervised
 from poolgrid.server.transport.bound_socket import LISTENER_VARIABLE
@@ -51,7 +52,7 @@ LAST_WORDS_S = 2.0
 
 def part_environment(without: Collection[str] = ()) -> dict[str, str]:
     """Return the environment of parts: ours, ``without`` some, and the sign that standard input is a pipe from us."""
-    ours = {name: value for name, value in os.environ.items() if name not in without}
+    ours = {name: value for name, value in given_environment().items() if name not in without}
     return {**ours, PARENT_PIPE_VARIABLE: "1", "PYTHONUNBUFFERED": "1"}
 
 
