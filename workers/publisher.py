@@ -99,7 +99,7 @@ class EventPublisher:
         self._clock = clock
         self._complaints = Complaints(log, clock)
         self._metrics = metrics
-        self._shown = metrics.stream(stream.dp_rank)
+        metrics.show_stream(stream)
         self._load_interval_ms = load_interval_ms
         self._load_said_ms = float("-inf")
         self._load_said: LoadReported | None = None
@@ -266,7 +266,6 @@ class EventPublisher:
                 self._say_all()
             else:
                 log.warning("%s", effect.text)
-        self._shown.observe(self._stream)
         self._changed.set()
         self._set_timer()
 
