@@ -4,7 +4,8 @@ One task's worth of state on the event loop, no task: frames come by callback, t
 for what is held.
 
 Each batch costs the consolidator and every router more than the events in it. What changes nothing that a router waits
-for (``GROWTH``) is therefore held for as long as two load reports are apart, and leaves with what comes meanwhile.
+for (``GROWTH``) is therefore held for as long as two load reports are apart at most, and leaves with what comes
+meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from poolgrid.kernel.worker_protocol.push_stream import (
     Send,
     State,
 )
-from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.clock import Clock, shared_moment_s
 from poolgrid.server.process.log_lines import Complaints
 from poolgrid.server.process.tasks import unless
 from poolgrid.server.workers.metrics import WorkerMetrics
@@ -154,7 +155,9 @@ class EventPublisher:
         if len(self._held) > HELD_EVENTS_MAX or not all(map(can_wait, events)):
             self._publish_held()
         elif self._holding is None:
-            self._holding = self._loop.call_later(self._load_interval_ms / 1e3, self._publish_held)
+            # At once with what the other workers of this process hold: together it is one turn of the consolidator.
+            at_s = shared_moment_s(self._loop.time(), self._load_interval_ms / 1e3)
+            self._holding = self._loop.call_at(at_s, self._publish_held)
 
     def _publish_held(self) -> None:
         held = self._take_held()

@@ -16,6 +16,7 @@ import msgspec
 
 from poolgrid.kernel.wire.events import AnyEvent, LoadReported
 from poolgrid.kernel.worker_protocol.engine import EngineReport, RankReport
+from poolgrid.server.process.clock import shared_moment_s
 
 
 @dataclass(slots=True)
@@ -162,9 +163,9 @@ class ReportBuffer:
         self._flushing = self._loop.call_soon(self.flush)
 
     def flush_within(self, seconds: float) -> None:
-        """Report after this time, unless something else reports before."""
+        """Report after this time at the latest, together with others that wait for as long."""
         if self._flushing is None and self._deliver is not None:
-            self._flushing = self._loop.call_later(seconds, self.flush)
+            self._flushing = self._loop.call_at(shared_moment_s(self._loop.time(), seconds), self.flush)
             self._is_timed = True
 
     def flush(self) -> None:
