@@ -99,8 +99,9 @@ class Resumptions:
         self._fresh.clear()
         self._removed.clear()
         self._messages += 1
-        for engine_hash in [each for each, told in self._doubts.items() if told < self._messages - PREFILL_MESSAGES]:
-            del self._doubts[engine_hash]
+        if self._doubts:
+            since = self._messages - PREFILL_MESSAGES
+            self._doubts = {each: told for each, told in self._doubts.items() if told >= since}
 
     def note_new(self, new: Sequence[int]) -> None:
         """Take note of what a group did not hold before this message."""
@@ -177,7 +178,9 @@ class Resumptions:
         self._note_end(hashes[-1])
         if parent is None:
             self._recomputed += self._begins_again(event)
-        elif self._could_have_resumed(event, hashes[:-1]) or self._doubts.pop(parent, None) is not None:
+        elif (len(hashes) > 1 and self._could_have_resumed(event, hashes[:-1])) or self._doubts.pop(
+            parent, None
+        ) is not None:
             self._recomputed += 1
         elif not is_continued and self._could_have_resumed(event, hashes):
             self._doubts[hashes[-1]] = self._messages
