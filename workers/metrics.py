@@ -201,7 +201,7 @@ class WorkerMetrics:
             self.transfer_bytes.observe(arrival.moved_bytes)
         if report.expired:
             self.transfer_timeouts.inc(report.expired)
-        self.kept_transfers.set(report.kept_transfers)
+        self.kept_transfers.value = report.kept_transfers
 
     def observe_events(self, events: Sequence[AnyEvent]) -> None:
         for event in events:

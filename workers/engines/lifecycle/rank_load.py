@@ -114,7 +114,7 @@ class RankLoad:
         begun = self._begun - self._kept
         return LoadReported(
             running_requests=begun,
-            waiting_requests=self.requests - begun,
+            waiting_requests=len(self._entries) - self._kept - begun,
             prefill_tokens=self._prefill_tokens,
             active_blocks=min(self._blocks, self._total_blocks) if self._total_blocks else self._blocks,
             cached_blocks=cached_blocks,
@@ -170,13 +170,15 @@ class ReportBuffer:
 
     def flush(self) -> None:
         """Report now, where there is something to report and a worker that takes it."""
-        self.close()
+        if self._flushing is not None:
+            self.close()
         report, events = self.pending, self._events
         if self._deliver is None or not (report.deltas or events or report.released):
             return
         self.pending, self._events = EngineReport([], {}, self._steps), {}
         try:
-            report.ranks = {rank: RankReport(each, self._load(rank)) for rank, each in events.items()}
+            for rank, each in events.items():
+                report.ranks[rank] = RankReport(each, self._load(rank))
             report.kept_transfers = self.kept_transfers
             report.keeps_encoded = self.keeps_encoded
             self._deliver(report)
