@@ -118,7 +118,7 @@ class FrozenBlocks(Mapping[int, "int | None"]):
 class OwnedBlocks(MutableMapping[int, "int | None"]):
     """Sequence hash to parent, in order of arrival."""
 
-    __slots__ = ("_closed", "_frozen", "_newest", "_number", "_page_blocks", "page_of", "_pages", "_sparse")
+    __slots__ = ("_closed", "_frozen", "_newest", "_number", "_page_blocks", "_pages", "_sparse", "page_of")
 
     def __init__(
         self,

@@ -176,11 +176,10 @@ class Resumptions:
         recent = self._messages - (PREFILL_MESSAGES if len(hashes) > 1 else event.block_size)
         is_continued = told is not None and told >= recent
         self._note_end(hashes[-1])
+        more = hashes[:-1]
         if parent is None:
             self._recomputed += self._begins_again(event)
-        elif (len(hashes) > 1 and self._could_have_resumed(event, hashes[:-1])) or self._doubts.pop(
-            parent, None
-        ) is not None:
+        elif (more and self._could_have_resumed(event, more)) or self._doubts.pop(parent, None) is not None:
             self._recomputed += 1
         elif not is_continued and self._could_have_resumed(event, hashes):
             self._doubts[hashes[-1]] = self._messages

@@ -32,6 +32,7 @@ reported (``GroupsReported.recomputed_blocks``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+
 from msgspec.structs import replace
 
 from poolgrid.kernel.kv_events.pub import UNKNOWN_KIND, EngineEvent, EngineRemoved, EngineStored
@@ -538,7 +539,8 @@ class EngineTranslator:
 
 def _tell_removed(gone: Sequence[int], tier: Tier, group: int, out: list[AnyEvent]) -> None:
     for at in range(0, len(gone), BLOCKS_PER_EVENT_MAX):
-        out.append(BlocksRemoved(pack_hashes(gone[at : at + BLOCKS_PER_EVENT_MAX]), tier, group))
+        part = gone[at : at + BLOCKS_PER_EVENT_MAX]
+        out.append(BlocksRemoved(pack_hashes(part), tier, group))
 
 
 def _is_held(only: WireGroup, event: EngineEvent) -> bool:
