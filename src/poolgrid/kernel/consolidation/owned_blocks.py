@@ -174,9 +174,8 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
             self._newest = hashes[-1]
         return True
 
-    def remove(self, hashes: Iterable[int]) -> list[int]:
+    def remove(self, hashes: Sequence[int]) -> list[int]:
         """Take out blocks; return those that were held."""
-        hashes = hashes if isinstance(hashes, (tuple, list)) else tuple(hashes)
         if self._frozen:
             self._own(hashes)
         shards, shift = self.page_of.shards, self.page_of.shift
