@@ -3,8 +3,8 @@
 Rules:
 
 1. Requests go from routers straight to the server. What the pool knows of them are the books (``server_books``).
-2. Loads are those books. Each second the engine's own figures are compared with them: what is beyond is load of
-   others.
+2. Loads are those books. Each second, less often while idle, the engine's own figures are compared with them: what is
+   beyond is load of others.
 3. A server that does not answer, or whose requests make no progress, is *silent*: its worker leaves the pool until it
    is well again (``health``).
 4. An exception in a callback is not caught: it ends the worker (``poolgrid.server.process.lifecycle``).
