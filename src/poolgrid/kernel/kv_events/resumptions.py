@@ -14,6 +14,7 @@ Three rules:
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -83,7 +84,7 @@ class Resumptions:
         """Engine hashes that a group has stored in this message for the first time."""
         self._removed: set[int] = set()
         """Those that left in this message: a request may have found them, and taken their places itself."""
-        self._ends: dict[int, int] = {}
+        self._ends: OrderedDict[int, int] = OrderedDict()
         """The last engine hashes of the latest stored events, oldest first, and in which message they came."""
         self._messages = 0
         self._doubts: dict[int, int] = {}
@@ -217,7 +218,7 @@ class Resumptions:
         self._ends.pop(engine_hash, None)
         self._ends[engine_hash] = self._messages
         if len(self._ends) > RECENT_ENDS:
-            del self._ends[next(iter(self._ends))]
+            self._ends.popitem(last=False)
 
     def _could_have_resumed(self, event: EngineStored, hashes: Sequence[int]) -> bool:
         """Return whether all groups held what they need behind some block of a chain before it was stored."""
