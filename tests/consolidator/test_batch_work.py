@@ -1,4 +1,4 @@
-"""What a worker's batch costs the consolidator within a router, and an engine's message: calls are counted, not timed."""
+"""What a worker's batch costs the consolidator in a router, and an engine's message: calls are counted, not timed."""
 
 from __future__ import annotations
 
