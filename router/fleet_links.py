@@ -123,6 +123,8 @@ class FleetLinks(LinkTable):
 
     def note_listed(self, workers: Mapping[WorkerKey, Worker]) -> None:
         """Look at who has listed what it holds by now; after each change of the pool's state."""
+        if not self._listing:
+            return
         over = [key for key in self._listing if key not in workers or not _lists(workers[key])]
         for key in over:
             del self._listing[key]

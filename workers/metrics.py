@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -17,32 +17,6 @@ TRANSFER_BYTES_BUCKETS = tuple(2.0**exponent for exponent in range(16, 36, 2))
 """64 KiB (one block of a small model) to 32 GiB (a million tokens of a large one)."""
 TRANSFER_SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-@dataclass(slots=True)
-class StreamMetrics:
-    """The series of one rank's event stream."""
-
-    registered: Gauge
-    outbox_batches: Gauge
-    outbox_bytes: Gauge
-    outbox_overflows: Counter
-    restatements: Counter
-    _overflows: int = 0
-    _restatements: int = 0
-
-    def observe(self, stream: PushStream) -> None:
-        """Show a stream as it is now; it counts for itself."""
-        outbox = stream.outbox
-        self.registered.set(stream.is_open)
-        self.outbox_batches.set(len(outbox))
-        self.outbox_bytes.set(outbox.kept_bytes)
-        if outbox.overflows != self._overflows:
-            self.outbox_overflows.inc(outbox.overflows - self._overflows)
-            self._overflows = outbox.overflows
-        if stream.restatements != self._restatements:
-            self.restatements.inc(stream.restatements - self._restatements)
-            self._restatements = stream.restatements
 
 
 class WorkerMetrics:
@@ -183,13 +157,18 @@ class WorkerMetrics:
             "Prefilled requests whose blocks wait for a decode worker. If it grows, decode workers are full or "
             "cannot reach this worker.",
         )
-        self.running = gauge("running_requests", "Requests that hold blocks.", rank)
-        self.waiting = gauge("waiting_requests", "Requests that wait for a place in the batch.", rank)
-        self.queued_tokens = gauge("queued_prefill_tokens", "Prompt tokens accepted and not yet computed.", rank)
-        self.active_blocks = gauge("active_blocks", "Device blocks that running requests hold.", rank)
-        self.cached_blocks = gauge("cached_blocks", "Device blocks that hold reusable content.", rank)
-        self.total_blocks = gauge("total_blocks", "Device blocks of the engine.", rank)
+        self._load_gauges = {
+            "running_requests": gauge("running_requests", "Requests that hold blocks.", rank),
+            "waiting_requests": gauge("waiting_requests", "Requests that wait for a place in the batch.", rank),
+            "prefill_tokens": gauge("queued_prefill_tokens", "Prompt tokens accepted and not yet computed.", rank),
+            "active_blocks": gauge("active_blocks", "Device blocks that running requests hold.", rank),
+            "cached_blocks": gauge("cached_blocks", "Device blocks that hold reusable content.", rank),
+            "total_blocks": gauge("total_blocks", "Device blocks of the engine.", rank),
+        }
+        """By the field of a load that each shows."""
         self.registered = gauge("registered", "1 while the worker is a member of the pool.", rank)
+        self._loads: dict[int, LoadReported] = {}
+        """The last of each rank."""
         self.draining = gauge("draining", "1 while the worker finishes its requests and accepts no new ones.")
         self.outbox_batches = gauge(
             "outbox_batches",
@@ -207,9 +186,9 @@ class WorkerMetrics:
         self.restatements = counter("restatements_total", "Full resyncs of the cache to the consolidator.", rank)
 
     def observe_report(self, report: EngineReport) -> None:
-        self.steps.inc(report.steps)
-        self.prefill_tokens.inc(report.prefill_tokens)
-        self.decode_tokens.inc(report.decode_tokens)
+        self.steps.value += report.steps
+        self.prefill_tokens.value += report.prefill_tokens
+        self.decode_tokens.value += report.decode_tokens
         if report.steps:
             self.step_seconds.observe(report.duration_ms / 1e3)
         if report.preemptions:
@@ -222,31 +201,31 @@ class WorkerMetrics:
             self.transfer_bytes.observe(arrival.moved_bytes)
         if report.expired:
             self.transfer_timeouts.inc(report.expired)
-        self.kept_transfers.set(report.kept_transfers)
+        self.kept_transfers.value = report.kept_transfers
 
     def observe_events(self, events: Sequence[AnyEvent]) -> None:
         for event in events:
             if type(event) is BlocksStored:
-                self.stored_blocks.inc(len(event.sequence_hashes) // HASH_BYTES)
+                self.stored_blocks.value += len(event.sequence_hashes) // HASH_BYTES
             elif type(event) is BlocksRemoved:
-                self.evicted_blocks.inc(len(event.sequence_hashes) // HASH_BYTES)
+                self.evicted_blocks.value += len(event.sequence_hashes) // HASH_BYTES
 
-    def stream(self, dp_rank: int) -> StreamMetrics:
-        label = str(dp_rank)
-        return StreamMetrics(
-            self.registered.labels(label),
-            self.outbox_batches.labels(label),
-            self.outbox_bytes.labels(label),
-            self.outbox_overflows.labels(label),
-            self.restatements.labels(label),
-        )
+    def show_stream(self, stream: PushStream) -> None:
+        """Show a rank's event stream, which counts for itself, as it is at each scrape."""
+        label = str(stream.dp_rank)
+        self.registered.labels(label).set_function(lambda: stream.is_open)
+        self.outbox_batches.labels(label).set_function(lambda: len(stream.outbox))
+        self.outbox_bytes.labels(label).set_function(lambda: stream.outbox.kept_bytes)
+        self.outbox_overflows.labels(label).set_function(lambda: stream.outbox.overflows)
+        self.restatements.labels(label).set_function(lambda: stream.restatements)
 
     def observe_load(self, dp_rank: int, load: LoadReported) -> None:
-        """Show a rank's statistics."""
-        label = str(dp_rank)
-        self.running.labels(label).set(load.running_requests)
-        self.waiting.labels(label).set(load.waiting_requests)
-        self.queued_tokens.labels(label).set(load.prefill_tokens)
-        self.active_blocks.labels(label).set(load.active_blocks)
-        self.cached_blocks.labels(label).set(load.cached_blocks)
-        self.total_blocks.labels(label).set(load.total_blocks)
+        """Show a rank's statistics from now on."""
+        if dp_rank not in self._loads:
+            for field, gauge in self._load_gauges.items():
+                gauge.labels(str(dp_rank)).set_function(partial(self._of_load, dp_rank, field))
+        self._loads[dp_rank] = load
+
+    def _of_load(self, dp_rank: int, field: str) -> float:
+        value: int = getattr(self._loads[dp_rank], field)
+        return value

@@ -4,14 +4,15 @@ One task's worth of state on the event loop, no task: frames come by callback, t
 for what is held.
 
 Each batch costs the consolidator and every router more than the events in it. What changes nothing that a router waits
-for (``GROWTH``) is therefore held for as long as two load reports are apart, and leaves with what comes meanwhile.
+for (``GROWTH``) is therefore held for as long as two load reports are apart at most, and leaves with what comes
+meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from poolgrid.kernel.wire import codec
@@ -28,7 +29,7 @@ from poolgrid.kernel.worker_protocol.push_stream import (
     Send,
     State,
 )
-from poolgrid.server.process.clock import Clock
+from poolgrid.server.process.clock import Clock, shared_moment_s
 from poolgrid.server.process.log_lines import Complaints
 from poolgrid.server.process.tasks import unless
 from poolgrid.server.workers.metrics import WorkerMetrics
@@ -44,8 +45,6 @@ SILENCE_SAID_MAX_S = 60.0
 GROWTH = frozenset({RequestProgressed, LoadReported})
 """Events that tell how far something has grown; the next ones tell it again."""
 
-OF_BLOCKS = frozenset({BlocksStored, BlocksRemoved})
-
 SMALL_CHAIN_BYTES = 128
 """Hashes of 16 blocks: what decode fills in a step or two. Those of a prompt are published at once."""
 
@@ -53,13 +52,15 @@ HELD_EVENTS_MAX = 256
 """Events that are held; then they leave. Some 20 KB."""
 
 
-def can_wait(event: AnyEvent) -> bool:
-    """Return whether no reader waits for an event."""
-    kind = type(event)
-    if kind in OF_BLOCKS:
-        assert isinstance(event, BlocksStored | BlocksRemoved)
-        return len(event.sequence_hashes) <= SMALL_CHAIN_BYTES
-    return kind in GROWTH
+def can_wait(events: Iterable[AnyEvent]) -> bool:
+    """Return whether no reader waits for any of the events."""
+    for event in events:
+        if isinstance(event, BlocksStored | BlocksRemoved):
+            if len(event.sequence_hashes) > SMALL_CHAIN_BYTES:
+                return False
+        elif type(event) not in GROWTH:
+            return False
+    return True
 
 
 class IngestLink(Protocol):
@@ -99,13 +100,15 @@ class EventPublisher:
         self._clock = clock
         self._complaints = Complaints(log, clock)
         self._metrics = metrics
-        self._shown = metrics.stream(stream.dp_rank)
+        metrics.show_stream(stream)
         self._load_interval_ms = load_interval_ms
         self._load_said_ms = float("-inf")
         self._load_said: LoadReported | None = None
         self._requests = PublishedRequests()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._due_ms = 0.0
+        """When it is due, by the clock."""
         self._held: list[AnyEvent] = []
         self._holding: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
@@ -151,10 +154,12 @@ class EventPublisher:
             return
         self._requests.apply(events)
         self._held += events
-        if len(self._held) > HELD_EVENTS_MAX or not all(map(can_wait, events)):
+        if len(self._held) > HELD_EVENTS_MAX or not can_wait(events):
             self._publish_held()
         elif self._holding is None:
-            self._holding = self._loop.call_later(self._load_interval_ms / 1e3, self._publish_held)
+            # At once with what the other workers of this process hold: together it is one turn of the consolidator.
+            at_s = shared_moment_s(self._loop.time(), self._load_interval_ms / 1e3)
+            self._holding = self._loop.call_at(at_s, self._publish_held)
 
     def _publish_held(self) -> None:
         held = self._take_held()
@@ -266,7 +271,6 @@ class EventPublisher:
                 self._say_all()
             else:
                 log.warning("%s", effect.text)
-        self._shown.observe(self._stream)
         self._changed.set()
         self._set_timer()
 
@@ -280,15 +284,14 @@ class EventPublisher:
         moment_ms = self._stream.next_moment_ms()
         if self._timer is not None:
             # Moments mostly move away; the timer then finds nothing due and sets itself again.
-            if moment_ms is not None and self._timer.when() <= self._loop.time() + self._delay_s(moment_ms):
+            if moment_ms is not None and self._due_ms <= moment_ms:
                 return
             self._timer.cancel()
             self._timer = None
         if moment_ms is not None and not self._closed:
-            self._timer = self._loop.call_later(self._delay_s(moment_ms), self._on_timer)
-
-    def _delay_s(self, moment_ms: float) -> float:
-        return max(0.001, (moment_ms - self._clock.monotonic_ms()) / 1e3)
+            self._due_ms = moment_ms
+            delay_s = max(0.001, (moment_ms - self._clock.monotonic_ms()) / 1e3)
+            self._timer = self._loop.call_later(delay_s, self._on_timer)
 
 
 class ConsolidatorPlace:

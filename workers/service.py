@@ -620,8 +620,9 @@ class WorkerService:
                 self._metrics.observe_events(rank.events)
             self._metrics.observe_load(dp_rank, rank.load)
         self._metrics.observe_report(report)
-        # Last, so that a drain finds everything published.
-        self._note_if_empty()
+        if ended or report.released:
+            # Last, so that a drain finds everything published.
+            self._note_if_empty()
 
     def _break(self, request_id: str, error: Exception) -> TokenDelta:
         """End one request whose output could not be handled; return its last delta."""

@@ -1,17 +1,20 @@
-"""What a worker's batch costs the consolidator within a router: calls are counted, not timed."""
+"""What a worker's batch costs the consolidator in a router, and an engine's message: calls are counted, not timed."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
+from poolgrid.kernel.kv_events.follower import PubFollower
 from poolgrid.kernel.wire import codec
 from poolgrid.kernel.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, RequestStarted
+from poolgrid.kernel.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.kernel.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Hello
 from poolgrid.server.consolidator.bootstrap import create
 from poolgrid.server.consolidator.service import ConsolidatorService
@@ -43,6 +46,10 @@ class Reader:
 
 
 def calls_of(service: ConsolidatorService, messages: list[list[bytes]]) -> list[str]:
+    return calls_in(lambda: service._ingest.on_messages(messages))
+
+
+def calls_in(work: Callable[[], object]) -> list[str]:
     called: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -51,7 +58,7 @@ def calls_of(service: ConsolidatorService, messages: list[list[bytes]]) -> list[
 
     sys.setprofile(note)
     try:
-        service._ingest.on_messages(messages)
+        work()
     finally:
         sys.setprofile(None)
     return called
@@ -84,6 +91,32 @@ async def test_a_batch_takes_a_dozen_calls_whatever_it_says_and_a_wake_up_some_f
     assert reader.records == 1 + 3 + 1 + 31
     assert one <= 40
     assert (many - one) / 30 <= 15
+
+
+def test_a_message_of_an_engine_that_decodes_takes_a_dozen_calls_and_as_many_for_each_event() -> None:
+    follower = PubFollower(WorkerKey(WorkerId("w")), 16, 1000, False, 1000, 1000)
+
+    def stored_after(parent: int | None, first: int, blocks: int) -> dict[str, Any]:
+        hashes, tokens = list(range(first, first + blocks)), list(range(16 * blocks))
+        return {
+            "type": "BlockStored",
+            "block_hashes": hashes,
+            "parent_block_hash": parent,
+            "token_ids": tokens,
+            "block_size": 16,
+            "medium": "GPU",
+        }
+
+    def calls(seq: int, *events: dict[str, Any]) -> int:
+        called = calls_in(lambda: follower.live(seq, msgspec.msgpack.encode([0.0, events, 0]), 0.0, 1))
+        return len(called)
+
+    gone = [{"type": "BlockRemoved", "block_hashes": [each], "medium": "GPU"} for each in (109, 108)]
+    calls(0, stored_after(None, 100, 10), stored_after(None, 200, 10))
+    one = calls(1, stored_after(209, 210, 1))
+    several = calls(2, *gone, stored_after(210, 211, 1), stored_after(107, 300, 1))
+    assert one <= 24
+    assert several - one <= 3 * 14
 
 
 class SlowClock:

@@ -26,7 +26,7 @@ from poolgrid.server.consolidator.journal import files
 from poolgrid.server.consolidator.journal.files import FileJournal
 from poolgrid.server.consolidator.journal_writer import JournalWriter
 from poolgrid.server.global_router.router_link import RouterLink
-from poolgrid.server.process.clock import AwakeTime
+from poolgrid.server.process.clock import AwakeClock
 from poolgrid.server.router.fleet_links import FleetLinks
 from poolgrid.server.workers.peers import Peers
 
@@ -89,8 +89,8 @@ def _append_on_the_loop(self: JournalWriter, turn: ConsolidatorTurn, payloads: l
         self._on_stored(turn, payloads)
 
 
-def _count_all_time(self: AwakeTime, now_ms: float) -> float:
-    return now_ms
+def _count_all_time(self: AwakeClock) -> float:
+    return self._clock.monotonic_ms()
 
 
 def _is_never_in_use(self: FleetLinks, link: Any) -> bool:
@@ -221,8 +221,8 @@ PLANTED: dict[str, Planted] = {
     "a-late-timer-judges": Planted(
         "the time in which a process itself stood still counts against others",
         "pauses",
-        AwakeTime,
-        "at",
+        AwakeClock,
+        "monotonic_ms",
         _count_all_time,
         True,
         from_seed=100,

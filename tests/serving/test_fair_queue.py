@@ -409,6 +409,21 @@ def test_a_queue_of_which_requests_are_taken_and_put_back_is_the_queue_without(s
     assert [drained(plain, lane) for lane in "mn"] == [drained(tried, lane) for lane in "mn"]
 
 
+def test_who_comes_while_all_others_of_its_tenant_are_tried_has_its_turn() -> None:
+    queue: FairQueue[str] = FairQueue(10, NO_BOUND)
+    queue.enter(request("a1", "a"))
+    first = queue.take("m")
+    assert first is not None
+    assert queue.head("m") is None
+
+    queue.enter(request("a2", "a"))
+    queue.leave(first, dispatched=True)
+
+    head = queue.head("m")
+    assert head is not None
+    assert head.item == "a2"
+
+
 def test_trying_in_vain_again_and_again_takes_no_memory() -> None:
     queue: FairQueue[str] = FairQueue(10, NO_BOUND)
     for number in range(6):

@@ -16,6 +16,7 @@ import msgspec
 
 from poolgrid.kernel.wire.events import AnyEvent, LoadReported
 from poolgrid.kernel.worker_protocol.engine import EngineReport, RankReport
+from poolgrid.server.process.clock import shared_moment_s
 
 
 @dataclass(slots=True)
@@ -113,7 +114,7 @@ class RankLoad:
         begun = self._begun - self._kept
         return LoadReported(
             running_requests=begun,
-            waiting_requests=self.requests - begun,
+            waiting_requests=len(self._entries) - self._kept - begun,
             prefill_tokens=self._prefill_tokens,
             active_blocks=min(self._blocks, self._total_blocks) if self._total_blocks else self._blocks,
             cached_blocks=cached_blocks,
@@ -162,20 +163,22 @@ class ReportBuffer:
         self._flushing = self._loop.call_soon(self.flush)
 
     def flush_within(self, seconds: float) -> None:
-        """Report after this time, unless something else reports before."""
+        """Report after this time at the latest, together with others that wait for as long."""
         if self._flushing is None and self._deliver is not None:
-            self._flushing = self._loop.call_later(seconds, self.flush)
+            self._flushing = self._loop.call_at(shared_moment_s(self._loop.time(), seconds), self.flush)
             self._is_timed = True
 
     def flush(self) -> None:
         """Report now, where there is something to report and a worker that takes it."""
-        self.close()
+        if self._flushing is not None:
+            self.close()
         report, events = self.pending, self._events
         if self._deliver is None or not (report.deltas or events or report.released):
             return
         self.pending, self._events = EngineReport([], {}, self._steps), {}
         try:
-            report.ranks = {rank: RankReport(each, self._load(rank)) for rank, each in events.items()}
+            for rank, each in events.items():
+                report.ranks[rank] = RankReport(each, self._load(rank))
             report.kept_transfers = self.kept_transfers
             report.keeps_encoded = self.keeps_encoded
             self._deliver(report)

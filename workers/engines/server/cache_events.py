@@ -107,6 +107,8 @@ class RankEvents:
             root_seed=root_seed,
             holds_unclaimed=True,
         )
+        self._state = self._follower.state
+        """As it was noted last."""
         self._sockets = PublisherSockets(
             f"of rank {source.dp_rank}", source, context, clock, LEASE_MS, self._follower, self._on_effects
         )
@@ -203,8 +205,9 @@ class RankEvents:
             self._on_effects(effects)
 
     def _note_state(self) -> None:
-        """Follow how far the publisher is read."""
+        """Note that the publisher is read from another place on, or to its end."""
         state, now_ms = self._follower.state, self._clock.monotonic_ms()
+        self._state = state
         if state is not SourceState.ABSENT:
             self._connected.set()
             self._unreached = ""
@@ -218,7 +221,9 @@ class RankEvents:
             self._asked_ms = None
 
     def _on_effects(self, effects: Sequence[PubEffect]) -> None:
-        self._note_state()
+        follower = self._follower
+        if follower.state is not self._state:
+            self._note_state()
         events: list[AnyEvent] = []
         for effect in effects:
             if isinstance(effect, EventBatch):
@@ -230,7 +235,8 @@ class RankEvents:
                     self._unreached = f"nothing answers at its event endpoint {self._source.endpoint} any more"
         if events:
             self.told.apply(events)
-        self._note_doubt()
+        if self._doubt or follower.degraded or follower.unknown or follower.state is not SourceState.LIVE:
+            self._note_doubt()
         if events:
             self._tell(self._dp_rank, events)
         self._note_fault()

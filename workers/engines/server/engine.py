@@ -3,8 +3,8 @@
 Rules:
 
 1. Requests go from routers straight to the server. What the pool knows of them are the books (``server_books``).
-2. Loads are those books. Each second the engine's own figures are compared with them: what is beyond is load of
-   others.
+2. Loads are those books. Each second, less often while idle, the engine's own figures are compared with them: what is
+   beyond is load of others.
 3. A server that does not answer, or whose requests make no progress, is *silent*: its worker leaves the pool until it
    is well again (``health``).
 4. An exception in a callback is not caught: it ends the worker (``poolgrid.server.process.lifecycle``).
@@ -34,6 +34,9 @@ from poolgrid.server.workers.metrics import WorkerMetrics
 
 FIGURES_INTERVAL_S = 1.0
 """Time between two looks at the engine's own figures: a page of metrics costs a server some milliseconds."""
+
+IDLE_LOOK_SHARE = 4
+"""How many times as long it is while neither the engine nor the books have a request."""
 
 REPORTED_WITHIN_S = 0.2
 """Time after which routers have reported what they sent: they do so 20 times a second."""
@@ -200,5 +203,7 @@ async def follow_figures(client: ServerClient, figures: EngineFigures, books: Se
         except ServerError:
             page = b""
         await asyncio.sleep(REPORTED_WITHIN_S)
-        books.compare(figures.read(page, dp_size), before, books.booked())
-        await asyncio.sleep(FIGURES_INTERVAL_S)
+        found, after = figures.read(page, dp_size), books.booked()
+        books.compare(found, before, after)
+        is_idle = not any((*before, *after, *(found or ())))
+        await asyncio.sleep(FIGURES_INTERVAL_S * (IDLE_LOOK_SHARE if is_idle else 1))

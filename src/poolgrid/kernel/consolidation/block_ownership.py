@@ -19,7 +19,7 @@ is absent is as good as any other, because a sequence hash names its whole path.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import assert_never
 
@@ -33,7 +33,7 @@ from poolgrid.kernel.wire.events import (
     CacheCleared,
     SnapshotBegan,
 )
-from poolgrid.kernel.wire.hashing import pack_hashes, unpack_hashes
+from poolgrid.kernel.wire.hashing import hash_array, pack_hashes
 from poolgrid.kernel.wire.identifiers import Tier
 from poolgrid.kernel.wire.limits import BLOCKS_PER_EVENT_MAX
 
@@ -91,13 +91,13 @@ class BlockOwnership:
 
     def store(self, source: str, event: BlocksStored, out: list[AnyEvent]) -> None:
         """Take in a chain; append what readers must know of it."""
-        hashes = unpack_hashes(event.sequence_hashes)
+        hashes = hash_array(event.sequence_hashes)
         if not hashes:
             return
         room = self._blocks_max - len(hashes)
         for holdings in self._places:
             for each in holdings.values():
-                room -= len(each)
+                room -= each.page_of.entries
         if room < 0:
             self.refused_blocks += len(hashes)
             return
@@ -113,7 +113,7 @@ class BlockOwnership:
     def _store_each(
         self,
         event: BlocksStored,
-        hashes: tuple[int, ...],
+        hashes: Sequence[int],
         held: OwnedBlocks,
         others: list[OwnedBlocks],
         out: list[AnyEvent],
@@ -152,9 +152,9 @@ class BlockOwnership:
         held = tier.get(source)
         if held is None:
             return
-        hashes = unpack_hashes(event.sequence_hashes)
+        hashes = hash_array(event.sequence_hashes)
         gone = held.remove(hashes)
-        if not held:
+        if not held.page_of.entries:
             del tier[source]
         if not tier or (len(tier) == 1 and source in tier):
             if len(gone) == len(hashes) and gone:
@@ -201,7 +201,7 @@ class BlockOwnership:
     def apply(self, source: str, event: BlockEvent) -> None:
         match event:
             case BlocksStored():
-                hashes = unpack_hashes(event.sequence_hashes)
+                hashes = hash_array(event.sequence_hashes)
                 held = self._of(event.tier, event.group, source)
                 if not held.add(event.parent, hashes):
                     previous = event.parent
@@ -211,18 +211,18 @@ class BlockOwnership:
             case BlocksRemoved():
                 tier = self._place(event.tier, event.group)
                 for name in list(tier):
-                    self._drop(tier, name, unpack_hashes(event.sequence_hashes))
+                    self._drop(tier, name, hash_array(event.sequence_hashes))
             case BlocksShared():
                 self._share(source, event)
             case BlocksReleased():
-                self._drop(self._place(event.tier, event.group), source, unpack_hashes(event.sequence_hashes))
+                self._drop(self._place(event.tier, event.group), source, hash_array(event.sequence_hashes))
             case CacheCleared() | SnapshotBegan():
                 self.forget_all()
             case _:
                 assert_never(event)
 
     @staticmethod
-    def _drop(tier: dict[str, OwnedBlocks], source: str, hashes: Iterable[int]) -> None:
+    def _drop(tier: dict[str, OwnedBlocks], source: str, hashes: Sequence[int]) -> None:
         held = tier.get(source)
         if held is None:
             return
@@ -250,7 +250,7 @@ class BlockOwnership:
     def _share(self, source: str, event: BlocksShared) -> None:
         others = [held for name, held in self._place(event.tier, event.group).items() if name != source]
         held = self._of(event.tier, event.group, source)
-        for sequence_hash in unpack_hashes(event.sequence_hashes):
+        for sequence_hash in hash_array(event.sequence_hashes):
             held[sequence_hash] = next((other[sequence_hash] for other in others if sequence_hash in other), None)
 
     def forget_all(self) -> None:
@@ -270,7 +270,7 @@ class BlockOwnership:
             for source, held in sources.items()
         ]
 
-    def load(self, tier: Tier, group: int, source: str, parent: int | None, hashes: tuple[int, ...]) -> None:
+    def load(self, tier: Tier, group: int, source: str, parent: int | None, hashes: Sequence[int]) -> None:
         held = self._of(tier, group, source)
         if not held.add(parent, hashes):
             previous = parent

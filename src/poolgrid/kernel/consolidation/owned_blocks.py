@@ -5,7 +5,7 @@ gets a token. Here no dict is large, and order is kept separately.
 
 Rules
     1. Blocks are written down as they come, on *pages*: their hashes in a row, and where a block's parent is not the
-       block before it, that parent. ``_page_of`` has the page of each block (``ShardedMap``).
+       block before it, that parent. ``page_of`` has the page of each block (``ShardedMap``).
     2. A page gets no block a second time: once one of its blocks goes, it is closed, and what comes is written on the
        next. So what stands on a page and is not held there any more is passed over, and order is that of one dict: a
        block that is stored again after it went away comes last.
@@ -73,12 +73,13 @@ class _Page:
         return made
 
     def pairs(self, count: int) -> Iterator[tuple[int, int | None]]:
-        """Yield the first ``count`` blocks that were written, with parents."""
-        parents = self.parents
-        before: int | None = None
-        for at, sequence_hash in enumerate(islice(self.hashes, count)):
-            yield sequence_hash, parents.get(at, before)
-            before = sequence_hash
+        """Return the first ``count`` blocks that were written, with parents."""
+        hashes = list(islice(self.hashes, count))
+        parents: list[int | None] = [None, *hashes[:-1]]
+        for at, parent in self.parents.items():
+            if at < count:
+                parents[at] = parent
+        return zip(hashes, parents, strict=False)
 
 
 class FrozenBlocks(Mapping[int, "int | None"]):
@@ -117,7 +118,7 @@ class FrozenBlocks(Mapping[int, "int | None"]):
 class OwnedBlocks(MutableMapping[int, "int | None"]):
     """Sequence hash to parent, in order of arrival."""
 
-    __slots__ = ("_closed", "_frozen", "_newest", "_number", "_page_blocks", "_page_of", "_pages", "_sparse")
+    __slots__ = ("_closed", "_frozen", "_newest", "_number", "_page_blocks", "_pages", "_sparse", "page_of")
 
     def __init__(
         self,
@@ -126,7 +127,8 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
         shard_entries: int = SHARD_ENTRIES,
     ) -> None:
         self._page_blocks = page_blocks
-        self._page_of: ShardedMap[int] = ShardedMap(shard_entries)
+        self.page_of: ShardedMap[int] = ShardedMap(shard_entries)
+        """The page of each block."""
         self._number = 0
         """Of the page that is written on."""
         self._pages: dict[int, _Page] = {0: _Page()}
@@ -145,7 +147,7 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
 
     def add(self, parent: int | None, hashes: Sequence[int]) -> bool:
         """Take in a chain of blocks; refuse it (``False``) when one of them is held already, or is named twice."""
-        page_of = self._page_of
+        page_of = self.page_of
         page = self._pages[self._number]
         if self._closed or len(page.hashes) >= self._page_blocks:
             page = self._next_page()
@@ -172,12 +174,11 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
             self._newest = hashes[-1]
         return True
 
-    def remove(self, hashes: Iterable[int]) -> list[int]:
+    def remove(self, hashes: Sequence[int]) -> list[int]:
         """Take out blocks; return those that were held."""
-        hashes = hashes if isinstance(hashes, (tuple, list)) else tuple(hashes)
         if self._frozen:
             self._own(hashes)
-        shards, shift = self._page_of.shards, self._page_of.shift
+        shards, shift = self.page_of.shards, self.page_of.shift
         if len(shards) == 1:
             numbers = list(map(shards[0].pop, hashes, repeat(_NOWHERE)))
         else:
@@ -187,25 +188,32 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
         number = numbers[0]
         if number != _NOWHERE and numbers.count(number) == len(numbers):
             # Those that go together mostly came together.
-            self._count_off(number, len(numbers))
+            counts: Iterable[tuple[int, int]] = ((number, len(numbers)),)
             gone = list(hashes)
         else:
+            counts = Counter(numbers).items()
             gone = [each for each, number in zip(hashes, numbers, strict=True) if number != _NOWHERE]
-            for number, count in Counter(numbers).items():
-                if number != _NOWHERE:
-                    self._count_off(number, count)
-        self._page_of.entries -= len(gone)
+        for number, count in counts:
+            if number == _NOWHERE:
+                continue
+            page = self._pages[number]
+            page.held -= count
+            if number == self._number:
+                self._closed = True
+            elif page.held * SPARSE_SHARE < len(page.hashes):
+                self._settle(number)
+        self.page_of.entries -= len(gone)
         return gone
 
     def freeze(self) -> FrozenBlocks:
         """Return what is held now, as it stays; nothing is copied."""
-        page_of = self._page_of
+        page_of = self.page_of
         self._frozen = set(map(id, page_of.shards))
         return FrozenBlocks(self._pages, page_of.shards, page_of.shift, page_of.entries)
 
     def _own(self, hashes: Sequence[int]) -> None:
         """Copy the frozen shards of some blocks, which are about to change."""
-        page_of, frozen = self._page_of, self._frozen
+        page_of, frozen = self.page_of, self._frozen
         for each in hashes:
             shard = page_of.shards[each >> page_of.shift]
             if id(shard) in frozen:
@@ -217,22 +225,22 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
     def discard(self, blocks: int) -> None:
         """Free at most this many blocks of a discarded mapping; emptied dicts count as blocks."""
         if self._frozen:
-            self._page_of = ShardedMap()  # who reads what was frozen has the rest
-        self._page_of.discard(blocks)
-        if not self._page_of.entries:
+            self.page_of = ShardedMap()  # who reads what was frozen has the rest
+        self.page_of.discard(blocks)
+        if not self.page_of.entries:
             self._pages.clear()
             self._sparse.clear()
 
     # -- as a mapping --------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return self._page_of.entries
+        return self.page_of.entries
 
     def __contains__(self, sequence_hash: object) -> bool:
-        return isinstance(sequence_hash, int) and sequence_hash in self._page_of
+        return isinstance(sequence_hash, int) and sequence_hash in self.page_of
 
     def __getitem__(self, sequence_hash: int) -> int | None:
-        number = self._page_of.get(sequence_hash)
+        number = self.page_of.get(sequence_hash)
         if number is None:
             raise KeyError(sequence_hash)
         page = self._pages[number]
@@ -240,7 +248,7 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
         return page.parents[at] if at in page.parents else page.hashes[at - 1]
 
     def __setitem__(self, sequence_hash: int, parent: int | None) -> None:
-        number = self._page_of.get(sequence_hash)
+        number = self.page_of.get(sequence_hash)
         if number is None:
             self.add(parent, (sequence_hash,))
         else:
@@ -264,12 +272,12 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
     def _held_on(self, number: int, page: _Page) -> Iterator[tuple[int, int | None]]:
         if page.held == len(page.hashes):
             return page.pairs(page.held)
-        shards, shift = self._page_of.shards, self._page_of.shift
+        shards, shift = self.page_of.shards, self.page_of.shift
         return (pair for pair in page.pairs(len(page.hashes)) if shards[pair[0] >> shift].get(pair[0]) == number)
 
     def _next_page(self) -> _Page:
         self._settle(self._number)
-        self._page_of.relieve(self._newest)  # one shard in so many arrivals: each has its turn
+        self.page_of.relieve(self._newest)  # one shard in so many arrivals: each has its turn
         for _ in range(min(REWRITTEN_AT_ONCE, len(self._sparse))):
             self._rewrite(self._sparse.popitem()[0])
         self._number += 1
@@ -286,14 +294,6 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
         page = self._pages[number] = _Page()  # in the place of the other, also in their order
         for sequence_hash, parent in held:
             page.write(parent, (sequence_hash,))
-
-    def _count_off(self, number: int, gone: int) -> None:
-        """Take note that blocks of a page are not held any more."""
-        self._pages[number].held -= gone
-        if number == self._number:
-            self._closed = True
-        else:
-            self._settle(number)
 
     def _settle(self, number: int) -> None:
         """Drop a page that is closed and empty, and remember a sparse one."""

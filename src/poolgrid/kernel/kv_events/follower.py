@@ -405,7 +405,7 @@ class PubFollower:
             self._begin_life("its cache was cleared: nothing is left of the epoch before", wall_ms, effects)
             self.began_ms = self._now_ms
             self._next, self._digest = here
-        elif is_live and _behind_the_last_clear(said):
+        elif is_live and EngineCleared in map(type, said):
             self.began_ms = self._now_ms  # as good as another epoch: nothing from before is held
         if self._unclaimed is not None:
             said = self._unclaimed.pass_on(said)
@@ -413,7 +413,7 @@ class PubFollower:
         orphans = self._translator.orphan_stores
         events = self._translator.translate(said)
         self.counts["source_ignored_blocks"] += self._translator.ignored_blocks - before + batch.ignored
-        if any(type(event) is BlocksStored for event in events):
+        if BlocksStored in map(type, events):
             self._unread = self._cut = self._orphans = 0
         elif batch.why_ignored:
             self._unread, self._why_unread = self._unread + batch.ignored, batch.why_ignored
@@ -421,7 +421,7 @@ class PubFollower:
             self._cut += self._translator.cut_stores - cut
         elif not (self.degraded or self.unknown):
             self._orphans += self._translator.orphan_stores - orphans
-        if (self.degraded or self.unknown) and any(type(event) is CacheCleared for event in events):
+        if (self.degraded or self.unknown) and CacheCleared in map(type, events):
             self.degraded = False
             self.unknown = ""
         self._put_out(events, batch.time_ms, effects)

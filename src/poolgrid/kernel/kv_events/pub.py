@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -95,8 +94,7 @@ UNKNOWN_KIND = -1
 _decoder = msgspec.msgpack.Decoder()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStored:
+class EngineStored(msgspec.Struct, frozen=True, gc=False):
     """Blocks became reusable; ``token_bytes`` are their tokens, u32 little-endian."""
 
     hashes: list[int]
@@ -114,8 +112,7 @@ class EngineStored:
     """Of each block, in the form of ``token_bytes``, the tokens behind it that its hash covers too; empty = none."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRemoved:
+class EngineRemoved(msgspec.Struct, frozen=True, gc=False):
     """Blocks left a tier."""
 
     hashes: list[int]
@@ -123,21 +120,19 @@ class EngineRemoved:
     group: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCleared:
+class EngineCleared(msgspec.Struct, frozen=True, gc=False):
     """The cache is empty."""
 
 
 EngineEvent = EngineStored | EngineRemoved | EngineCleared
 
 
-@dataclass(slots=True)
-class PubBatch:
+class PubBatch(msgspec.Struct):
     """One message; ``ignored`` events were left out."""
 
     time_ms: int
     dp_rank: int | None
-    events: list[EngineEvent] = field(default_factory=list)
+    events: list[EngineEvent] = []
     ignored: int = 0
     why_ignored: str = ""
     """The field of the last of them that is not understood; empty = it is of another medium, or another event."""
@@ -175,13 +170,14 @@ def decode_pub(payload: bytes) -> PubBatch:
                 batch.events.append(stored)
         elif kind == "BlockRemoved":
             try:
-                removed = _removed(fields)
+                hashes, tier = _hashes(fields.get("block_hashes")), _tier(fields)
             except _Senseless as error:
                 raise DecodeError(WHAT, f"BlockRemoved: {error}") from None
-            if removed is None:
+            group = fields.get("group_idx")
+            if tier is None:
                 batch.ignored += 1
             else:
-                batch.events.append(removed)
+                batch.events.append(EngineRemoved(hashes, tier, group if type(group) is int else None))
         elif kind == "AllBlocksCleared":
             batch.events.append(EngineCleared())
         else:
@@ -225,44 +221,49 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     tier = _tier(fields)
     if tier is None or fields.get("is_eagle"):
         return None
-    group, window = _group(fields), _window(fields)
+    # Engines without kinds have one group.
+    group, kind = fields.get("group_idx"), fields.get("kv_cache_spec_kind")
+    group = group if type(group) is int else None
+    window = None if kind is None else _window(kind, fields)
     if window == UNKNOWN_KIND:
         return EngineStored([], None, b"", 1, None, tier, group, window)
     hashes = _hashes(fields.get("block_hashes"))
-    parent = fields.get("parent_block_hash")
-    block_size = fields.get("block_size")
+    parent, block_size, tokens = fields.get("parent_block_hash"), fields.get("block_size"), fields.get("token_ids")
     if type(block_size) is not int or not 1 <= block_size < 2**32:
         raise _Senseless("block_size")
-    tokens = fields.get("token_ids")
     if not isinstance(tokens, list) or fields.get("block_mm_infos"):
         raise _Senseless("token_ids")
-    behind = fields.get("lookahead_token_ids")
+    behind, media = fields.get("lookahead_token_ids"), fields.get("mm_keys")
     if tokens and type(tokens[0]) is list:
         tokens, seconds = _parted(tokens)
         behind = [[token] for token in seconds[block_size - 1 :: block_size]]
-    following = _following(behind, len(hashes))
-    before_media = _before_media(tokens, fields.get("mm_keys"), block_size)
-    if before_media is not None:
-        hashes, tokens = hashes[:before_media], tokens[: before_media * block_size]
-        following = following[:before_media]
+    following = _following(behind, len(hashes)) if behind else []
+    before_media = None if media is None else _before_media(tokens, media, block_size)
     try:
         token_bytes = struct.pack(f"<{len(tokens)}I", *tokens)
     except struct.error:
-        raise _Senseless("token_ids") from None
-    lora = _name(fields.get("lora_name"))
-    salt = _name(fields.get("cache_salt"))
+        # It may be a medium's, or behind one.
+        before_media = _before_media(tokens, media, block_size)
+        token_bytes = _packed(tokens, before_media, block_size)
+    if before_media is not None:
+        hashes, following = hashes[:before_media], following[:before_media]
+        token_bytes = token_bytes[: TOKEN_BYTES * before_media * block_size]
+    lora, salt, keys = fields.get("lora_name"), fields.get("cache_salt"), fields.get("extra_keys")
+    lora = "" if lora is None else _name(lora)
+    salt = "" if salt is None else _name(salt)
     if fields.get("lora_id") is not None and not lora:
         # A number may be another adapter on another worker.
         raise _Senseless("lora_id without lora_name")
-    salt, of_text = _salt_of_keys(fields.get("extra_keys"), lora, salt, parent is None)
-    if of_text is not None:
-        # The blocks from an image on cannot be named by their tokens alone; those before it are as any others.
-        hashes, following = hashes[:of_text], following[:of_text]
-        # Of a window the event leaves blocks out, so which tokens these are is not known.
-        token_bytes = token_bytes[: TOKEN_BYTES * of_text * block_size] if window is None else b""
+    if keys:
+        salt, of_text = _salt_of_keys(keys, lora, salt, parent is None)
+        if of_text is not None:
+            # The blocks from an image on cannot be named by their tokens alone; those before it are as any others.
+            hashes, following = hashes[:of_text], following[:of_text]
+            # Of a window the event leaves blocks out, so which tokens these are is not known.
+            token_bytes = token_bytes[: TOKEN_BYTES * of_text * block_size] if window is None else b""
     # A block below a parent has the parent's adapter and salt, of which the event may name the first alone.
     seed = hash_seed(lora, salt) if parent is None and (lora or salt) else None
-    above = None if parent is None else _hash(parent)
+    above = parent & _U64 if type(parent) is int else None if parent is None else _hash(parent)
     return EngineStored(hashes, above, token_bytes, block_size, seed, tier, group, window, following)
 
 
@@ -300,17 +301,14 @@ def _before_media(tokens: list[Any], keys: Any, block_size: int) -> int | None:
     return min(places, default=None)
 
 
-def _removed(fields: dict[Any, Any]) -> EngineRemoved | None:
-    hashes = _hashes(fields.get("block_hashes"))
-    tier = _tier(fields)
-    if tier is None:
-        return None
-    return EngineRemoved(hashes, tier, _group(fields))
-
-
-def _group(fields: dict[Any, Any]) -> int | None:
-    group = fields.get("group_idx")
-    return group if type(group) is int else None
+def _packed(tokens: list[Any], blocks: int | None, block_size: int) -> bytes:
+    """Return the tokens of so many blocks as bytes."""
+    if blocks is None:
+        raise _Senseless("token_ids")
+    try:
+        return struct.pack(f"<{blocks * block_size}I", *tokens[: blocks * block_size])
+    except struct.error:
+        raise _Senseless("token_ids") from None
 
 
 def _tier(fields: dict[Any, Any]) -> Tier | None:
@@ -325,14 +323,11 @@ def _tier(fields: dict[Any, Any]) -> Tier | None:
     raise _Senseless("medium")
 
 
-def _window(fields: dict[Any, Any]) -> int | None:
-    """Return what the group of layers needs (``EngineStored.window_tokens``).
+def _window(kind: Any, fields: dict[Any, Any]) -> int | None:
+    """Return what a group of layers of a kind needs (``EngineStored.window_tokens``).
 
-    Engines without kinds have one group. A window of unknown size is within all of a prefix.
+    A window of unknown size is within all of a prefix.
     """
-    kind = fields.get("kv_cache_spec_kind")
-    if kind is None:
-        return None
     kind = kind.lower() if isinstance(kind, str) else ""
     if kind == "mla_attention" or kind.startswith(("full", "sink_full")):
         return None
@@ -343,8 +338,6 @@ def _window(fields: dict[Any, Any]) -> int | None:
 
 
 def _name(value: Any) -> str:
-    if value is None:
-        return ""
     if not isinstance(value, str) or len(value) > IDENTIFIER_BYTES_MAX:
         raise _Senseless("a name")
     return value
@@ -359,8 +352,6 @@ def _salt_of_keys(keys: Any, lora: str, salt: str, is_root: bool) -> tuple[str, 
     So one text without a name, in the first block and in no other, is a salt. Should it be a medium of an old
     version, which wrote them as texts, no prompt has the resulting name.
     """
-    if not keys:
-        return salt, None
     if not isinstance(keys, list):
         raise _Senseless("extra_keys")
     named = (None, lora, salt)
@@ -383,7 +374,10 @@ def _salt_of_keys(keys: Any, lora: str, salt: str, is_root: bool) -> tuple[str, 
 def _hashes(raw: Any) -> list[int]:
     if not isinstance(raw, list) or len(raw) > BLOCKS_PER_EVENT_MAX:
         raise _Senseless("block_hashes")
-    return [value & _U64 if type(value) is int else _hash(value) for value in raw]
+    hashes: list[int] = []
+    for value in raw:  # no comprehension: nearly always it is one
+        hashes.append(value & _U64 if type(value) is int else _hash(value))  # noqa: PERF401
+    return hashes
 
 
 def _hash(value: Any) -> int:

@@ -14,6 +14,7 @@ Three rules:
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -83,7 +84,7 @@ class Resumptions:
         """Engine hashes that a group has stored in this message for the first time."""
         self._removed: set[int] = set()
         """Those that left in this message: a request may have found them, and taken their places itself."""
-        self._ends: dict[int, int] = {}
+        self._ends: OrderedDict[int, int] = OrderedDict()
         """The last engine hashes of the latest stored events, oldest first, and in which message they came."""
         self._messages = 0
         self._doubts: dict[int, int] = {}
@@ -99,8 +100,9 @@ class Resumptions:
         self._fresh.clear()
         self._removed.clear()
         self._messages += 1
-        for engine_hash in [each for each, told in self._doubts.items() if told < self._messages - PREFILL_MESSAGES]:
-            del self._doubts[engine_hash]
+        if self._doubts:
+            since = self._messages - PREFILL_MESSAGES
+            self._doubts = {each: told for each, told in self._doubts.items() if told >= since}
 
     def note_new(self, new: Sequence[int]) -> None:
         """Take note of what a group did not hold before this message."""
@@ -175,9 +177,10 @@ class Resumptions:
         recent = self._messages - (PREFILL_MESSAGES if len(hashes) > 1 else event.block_size)
         is_continued = told is not None and told >= recent
         self._note_end(hashes[-1])
+        more = hashes[:-1]
         if parent is None:
             self._recomputed += self._begins_again(event)
-        elif self._could_have_resumed(event, hashes[:-1]) or self._doubts.pop(parent, None) is not None:
+        elif (more and self._could_have_resumed(event, more)) or self._doubts.pop(parent, None) is not None:
             self._recomputed += 1
         elif not is_continued and self._could_have_resumed(event, hashes):
             self._doubts[hashes[-1]] = self._messages
@@ -215,7 +218,7 @@ class Resumptions:
         self._ends.pop(engine_hash, None)
         self._ends[engine_hash] = self._messages
         if len(self._ends) > RECENT_ENDS:
-            del self._ends[next(iter(self._ends))]
+            self._ends.popitem(last=False)
 
     def _could_have_resumed(self, event: EngineStored, hashes: Sequence[int]) -> bool:
         """Return whether all groups held what they need behind some block of a chain before it was stored."""

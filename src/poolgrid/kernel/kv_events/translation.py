@@ -32,7 +32,8 @@ reported (``GroupsReported.recomputed_blocks``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from poolgrid.kernel.kv_events.pub import UNKNOWN_KIND, EngineEvent, EngineRemoved, EngineStored
 from poolgrid.kernel.kv_events.resumptions import NOT_RESUMABLE, Resumptions, WireGroup
@@ -134,9 +135,14 @@ class EngineTranslator:
         named = self._look_ahead(events) if len(self._groups) > 1 else _NOTHING_NAMED
         are_met = False
         self._resumptions.begin_message()
-        for event in events if len(events) == 1 else self._chains(events):
+        at, count = 0, len(events)
+        while at < count:
+            event = events[at]
+            at += 1
             kind = type(event)
             if kind is EngineStored:
+                if self._only is not None and at < count and type(events[at]) is EngineStored:
+                    event, at = self._chain(events, at - 1)
                 if self._only is not None and event.group in self._group_of:  # type: ignore[union-attr]
                     self._store_only(event, self._only, out)  # type: ignore[arg-type]
                     continue
@@ -159,29 +165,28 @@ class EngineTranslator:
                 out.append(CacheCleared())
         return out
 
-    def _chains(self, events: list[EngineEvent]) -> Iterator[EngineEvent]:
-        """Yield events, those of a chain as one: SGLang has one for each block, and each costs all readers.
+    def _chain(self, events: list[EngineEvent], begin: int) -> tuple[EngineEvent, int]:
+        """Return a stored event joined with those that continue it, and where the next begins.
 
-        What a chain hangs on must be known, by the events before it: without, parts of it may still have a name.
+        SGLang has one for each block, and each costs all readers. What a chain hangs on must be known, by the events
+        before it: without, parts of it may still have a name.
         """
-        end = 0
-        while end < len(events):
-            begin, end = end, end + 1
-            first = events[begin]
-            if self._only is not None and isinstance(first, EngineStored) and first.hashes:
-                if first.parent is None or first.parent in self._known:
-                    is_held = _is_held(self._only, first)
-                    while end < len(events) and _continues(events[end - 1], events[end]):
-                        if is_held and not _is_held(self._only, events[end]):
-                            break  # copies, or a report of what is reused, end where more is stored
-                        end += 1
-                if end - begin > 1:
-                    chain = [each for each in events[begin:end] if isinstance(each, EngineStored)]
-                    hashes = [engine_hash for each in chain for engine_hash in each.hashes]
-                    token_bytes = b"".join(each.token_bytes for each in chain)
-                    following = [tokens for each in chain for tokens in each.following]
-                    self._joined = first = replace(first, hashes=hashes, token_bytes=token_bytes, following=following)
-            yield first
+        first, only, end = events[begin], self._only, begin + 1
+        if only is None or not isinstance(first, EngineStored) or not _continues(first, events[end]):
+            return first, end
+        if first.parent is None or first.parent in self._known:
+            is_held = _is_held(only, first)
+            while end < len(events) and _continues(events[end - 1], events[end]):
+                if is_held and not _is_held(only, events[end]):
+                    break  # copies, or a report of what is reused, end where more is stored
+                end += 1
+        if end - begin > 1:
+            chain = [each for each in events[begin:end] if isinstance(each, EngineStored)]
+            hashes = [engine_hash for each in chain for engine_hash in each.hashes]
+            token_bytes = b"".join(each.token_bytes for each in chain)
+            following = [tokens for each in chain for tokens in each.following]
+            self._joined = first = replace(first, hashes=hashes, token_bytes=token_bytes, following=following)
+        return first, end
 
     def _look_ahead(self, events: list[EngineEvent]) -> _Ahead:
         """Name what full attention stores in a message: it names the blocks of other groups, in either order."""
@@ -239,7 +244,7 @@ class EngineTranslator:
     def _note_following(self, event: EngineStored, out: list[AnyEvent]) -> None:
         """Take note of the tokens behind a block that a new group's hashes cover, and that it holds none yet."""
         for tier in Tier:
-            out.extend(_removals([*self._followed[tier].values()], tier, FOLLOWED_GROUP))
+            _tell_removed([*self._followed[tier].values()], tier, FOLLOWED_GROUP, out)
         self._followed = ({}, {}, {})
         count = len(event.following[0]) // TOKEN_BYTES if event.following else 0
         is_first = len(self._group_of) == 1
@@ -264,7 +269,7 @@ class EngineTranslator:
     def _lack(self, group: WireGroup, out: list[AnyEvent]) -> None:
         """Take back what a group holds: one that it has besides has nothing yet."""
         for tier in Tier:
-            out.extend(_removals(list(group.names[tier]), tier, group.number))
+            _tell_removed(list(group.names[tier]), tier, group.number, out)
         group.names = ({}, {}, {})
 
     # Names
@@ -299,8 +304,11 @@ class EngineTranslator:
         if whole < told:
             self.ignored_blocks += told - whole
             hashes = hashes[:whole]
-        own = block_hashes(event.token_bytes, self._block_size, BASE_SEED if seed is None else seed)
-        names = sequence_hashes(own, parent)
+        tokens, base = event.token_bytes, BASE_SEED if seed is None else seed
+        if parent is not None and len(tokens) == TOKEN_BYTES * self._block_size:
+            names = [child_hash(tokens, parent, base)]  # as an answer grows
+        else:
+            names = sequence_hashes(block_hashes(tokens, self._block_size, base), parent)
         if stride > 1:
             if event.window_tokens is None:
                 parts = (tuple(names[at : at + stride]) for at in range(0, whole * stride, stride))
@@ -333,9 +341,8 @@ class EngineTranslator:
 
     def _forget_hash(self, engine_hash: int) -> None:
         del self._known[engine_hash]
-        if self._seeds or self._parts:
-            self._seeds.pop(engine_hash, None)
-            self._parts.pop(engine_hash, None)
+        self._seeds.pop(engine_hash, None)
+        self._parts.pop(engine_hash, None)
 
     # Blocks
 
@@ -426,7 +433,7 @@ class EngineTranslator:
         """Take back those of the blocks that a group does not hold any more."""
         followed = self._followed[tier]
         gone = [followed.pop(each) for each in hashes if each in followed]
-        out.extend(_removals(gone, tier, FOLLOWED_GROUP))
+        _tell_removed(gone, tier, FOLLOWED_GROUP, out)
 
     def _hold(self, new: Sequence[int], held: dict[int, int]) -> None:
         """Count the names of engine hashes that are held from now on."""
@@ -467,8 +474,8 @@ class EngineTranslator:
 
     def _remove_only(self, event: EngineRemoved, group: WireGroup, out: list[AnyEvent]) -> None:
         copies, tier = group.members[event.group], event.tier
-        on, held, known, parts = copies[tier], group.names[tier], self._known, self._parts
-        others = [each for each in copies if each and each is not on]
+        on, held, known, parts, seeds = copies[tier], group.names[tier], self._known, self._parts, self._seeds
+        device, host, disk = copies
         gone: list[int] = []
         for engine_hash in event.hashes:
             count = on.pop(engine_hash, 0)
@@ -481,9 +488,12 @@ class EngineTranslator:
                 else:  # nearly always: without a call
                     del held[name]
                     gone.append(name)
-                if not others or not any(engine_hash in each for each in others):
-                    self._forget_hash(engine_hash)
-        out.extend(_removals(gone, tier, group.number))
+                if not (engine_hash in device or engine_hash in host or engine_hash in disk):
+                    if parts or seeds:
+                        self._forget_hash(engine_hash)
+                    else:
+                        del known[engine_hash]
+        _tell_removed(gone, tier, group.number, out)
         if self._following_tokens:
             self._tell_unfollowed([each for each in event.hashes if each not in on], tier, out)
 
@@ -522,14 +532,15 @@ class EngineTranslator:
                 self._let_go(engine_hash, group.names[tier], gone)
             if not any(engine_hash in held for held in others):
                 self._forget_hash(engine_hash)
-        out.extend(_removals(gone, tier, group.number))
+        _tell_removed(gone, tier, group.number, out)
         if self._following_tokens:
             self._tell_unfollowed([each for each in event.hashes if each not in on], tier, out)
 
 
-def _removals(gone: Sequence[int], tier: Tier, group: int) -> Iterator[BlocksRemoved]:
+def _tell_removed(gone: Sequence[int], tier: Tier, group: int, out: list[AnyEvent]) -> None:
     for at in range(0, len(gone), BLOCKS_PER_EVENT_MAX):
-        yield BlocksRemoved(pack_hashes(gone[at : at + BLOCKS_PER_EVENT_MAX]), tier, group)
+        part = gone[at : at + BLOCKS_PER_EVENT_MAX]
+        out.append(BlocksRemoved(pack_hashes(part), tier, group))
 
 
 def _is_held(only: WireGroup, event: EngineEvent) -> bool:

@@ -9,7 +9,7 @@ Bounded: of more than ``HELD_BLOCKS_MAX`` blocks the oldest are forgotten.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from poolgrid.kernel.kv_events.pub import EngineEvent, EngineRemoved, EngineStored
 from poolgrid.kernel.kv_events.translation import RootSeed

@@ -291,8 +291,9 @@ class Projection:
     def _loaded(self, key: WorkerKey, record: JournalRecord, event: LoadReported, now_ms: float) -> None:
         worker = self.fleet.workers.get(key)
         if worker is not None:
-            worker.load = event
-            self._count_foreign(worker, now_ms)
+            before, worker.load = worker.load, event
+            if event.foreign_requests != (0 if before is None else before.foreign_requests):
+                self._count_foreign(worker, now_ms)
 
     def _count_foreign(self, worker: Worker, now_ms: float) -> None:
         load = worker.load

@@ -15,7 +15,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, repeat
 from typing import Any, Final
 
@@ -155,12 +155,15 @@ def unpack_hashes(packed: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{size // 8}Q", packed) if unpack is None else unpack(packed)
 
 
-def hash_array(packed: bytes) -> array[int]:
-    """Return the hashes of an event as an array, for what keeps them: no object for each, nothing for the collector."""
+def _swapped(packed: bytes) -> array[int]:
     hashes = array("Q", packed)
-    if not _LITTLE_ENDIAN:
-        hashes.byteswap()
+    hashes.byteswap()
     return hashes
+
+
+hash_array: Final[Callable[[bytes], array[int]]] = partial(array, "Q") if _LITTLE_ENDIAN else _swapped
+"""Returns the hashes of an event as an array, for what keeps them or looks at each: no object for each, nothing for the
+collector, no call of Python's."""
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

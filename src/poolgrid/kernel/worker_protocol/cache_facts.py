@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from poolgrid.kernel.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, GroupsReported
-from poolgrid.kernel.wire.hashing import pack_hashes, unpack_hashes
+from poolgrid.kernel.wire.hashing import hash_array, pack_hashes
 from poolgrid.kernel.wire.identifiers import Tier
 from poolgrid.kernel.wire.limits import BLOCKS_PER_EVENT_MAX
 from poolgrid.kernel.wire.requests import Generate, KvRetention, RetainedTokens
@@ -150,12 +150,12 @@ class ReportedBlocks:
     def apply(self, events: Iterable[AnyEvent]) -> None:
         for event in events:
             if type(event) is BlocksStored:
-                held = self._of_group(event)
-                hashes = unpack_hashes(event.sequence_hashes)
+                held = self._of_group(event) if event.group else self._held[event.tier]
+                hashes = hash_array(event.sequence_hashes)
                 held.update(zip(hashes, (event.parent, *hashes[:-1]), strict=True))
             elif type(event) is BlocksRemoved:
-                held = self._of_group(event)
-                for sequence_hash in unpack_hashes(event.sequence_hashes):
+                held = self._of_group(event) if event.group else self._held[event.tier]
+                for sequence_hash in hash_array(event.sequence_hashes):
                     held.pop(sequence_hash, None)
             elif type(event) is CacheCleared:
                 for held in (*self._held.values(), *self._of_groups.values()):
@@ -164,7 +164,7 @@ class ReportedBlocks:
                 self._groups = event
 
     def _of_group(self, event: BlocksStored | BlocksRemoved) -> dict[int, int | None]:
-        return self._of_groups.setdefault((event.group, event.tier), {}) if event.group else self._held[event.tier]
+        return self._of_groups.setdefault((event.group, event.tier), {})
 
     def restate(self) -> list[RestatedEvent]:
         """Return all of it: the groups, then parents before children, tier by tier."""

@@ -7,8 +7,9 @@ of its own; they share the process, its request plane and its steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import msgspec
 
 from poolgrid.kernel.wire.events import AnyEvent, BlocksStored, LoadReported
 from poolgrid.kernel.wire.requests import ForwardBegan, Generate, KvOffered, TokenDelta
@@ -20,8 +21,7 @@ UntilKnown = Callable[[], Coroutine[Any, Any, None]]
 """Waits, not without end, until an engine's ``restate`` has what it held before this process."""
 
 
-@dataclass(slots=True)
-class RankReport:
+class RankReport(msgspec.Struct):
     """What became visible of one rank."""
 
     events: list[AnyEvent]
@@ -29,8 +29,7 @@ class RankReport:
     load: LoadReported
 
 
-@dataclass(slots=True)
-class EngineReport:
+class EngineReport(msgspec.Struct):
     """What one engine step made visible (one wake-up, if the engine steps elsewhere), delivered once, in order."""
 
     deltas: list[TokenDelta]
@@ -44,10 +43,10 @@ class EngineReport:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     preemptions: int = 0
-    queue_waits_ms: list[float] = field(default_factory=list)
-    arrivals: list[KvArrival] = field(default_factory=list)
+    queue_waits_ms: list[float] = []
+    arrivals: list[KvArrival] = []
     """KV that arrived from prefill workers."""
-    released: list[str] = field(default_factory=list)
+    released: list[str] = []
     """Prefilled requests whose blocks are no longer kept."""
     expired: int = 0
     """How many of those were never fetched."""

@@ -85,7 +85,7 @@ class FeedPublisher:
         stuck = keeper.writer.stalled or keeper.writer.slow_ms >= every_ms
         if not (stuck and keeper.stored_offset < pool.offset) and now_ms - self._published_ms >= every_ms:
             self._publish()
-            self._socket.send_multipart(encode_alive(keeper.stored_offset, self._life), zmq.NOBLOCK)
+            self._send(encode_alive(keeper.stored_offset, self._life))
             self._published_ms = now_ms
         wait_ms = max(1.0, self._published_ms + every_ms - now_ms)
         self._context.after("keepalive", min(wait_ms, every_ms), lambda: self._keep_alive(keeper, pool))

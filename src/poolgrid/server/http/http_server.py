@@ -37,6 +37,7 @@ from poolgrid.server.http.browser_requests import AllowedHosts
 from poolgrid.server.http.connections import HttpConnections, source_of
 from poolgrid.server.http.guard import SERVER_ENDS, Application, Guard, GuardedApplication
 from poolgrid.server.http.http_settings import HttpLimits, ServerSettings
+from poolgrid.server.process.clock import shared_moment_s
 from poolgrid.server.process.lifecycle import GroupPlace
 from poolgrid.server.process.tasks import Restart, cancel_all, detached, supervised
 from poolgrid.server.transport.bound_socket import BACKLOG, bind
@@ -219,7 +220,10 @@ def has_ended(connection: socket.socket) -> bool:
 
 
 TICK_S = 0.25
-"""Between two looks at what has run out of time, and at the date: each wakes an idle process."""
+"""Between two looks at what has run out of time: each wakes an idle process."""
+
+DATE_S = 1.0
+"""Between two dates of answers."""
 
 STOOD_STILL_S = 1.0
 """A tick that comes so late comes from a process that stood still."""
@@ -389,14 +393,17 @@ class HttpServer:
         table = self.connections
         now_s = asyncio.get_running_loop().time
         ticked_s = now_s()
-        await self._uvicorn.on_tick(0)
+        dated_s = float("-inf")
         while True:
-            await asyncio.sleep(TICK_S)
+            if ticked_s >= dated_s + DATE_S:
+                dated_s = ticked_s
+                await self._uvicorn.on_tick(0)
+            await asyncio.sleep(shared_moment_s(ticked_s, TICK_S) - ticked_s)
             late_s, ticked_s = now_s() - ticked_s, now_s()
-            if late_s > STOOD_STILL_S:
-                table.extend_deadlines(late_s)
-            await self._uvicorn.on_tick(0)
-            table.tick(ticked_s)
+            if table.open:
+                if late_s > STOOD_STILL_S:
+                    table.extend_deadlines(late_s)
+                table.tick(ticked_s)
 
     def _is_idle(self) -> bool:
         # A task that is cancelled before its first step is over, and still there.

@@ -44,6 +44,15 @@ class SystemClock:
         return monotonic_ns() / 1e6
 
 
+def shared_moment_s(now_s: float, every_s: float) -> float:
+    """Return the next of the moments of a loop that all timers with an interval share: one wake-up for all of them.
+
+    It is later by the interval at most, in whole milliseconds.
+    """
+    every_ms = max(1, round(1000 * every_s))
+    return (round(1000 * now_s) // every_ms + 1) * every_ms / 1000
+
+
 log: Final = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -130,17 +139,18 @@ class AwakeClock:
             log.warning(
                 "this process was suspended for %.1f s; that time counts against no other process", paused_ms / 1000
             )
-        self._timer = asyncio.get_running_loop().call_later(self._beat_ms / 1000, self._beat)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(shared_moment_s(loop.time(), self._beat_ms / 1000), self._beat)
 
     def wall_ms(self) -> int:
         return time_ns() // 1_000_000 if self._is_systems else self._clock.wall_ms()
 
     def monotonic_ms(self) -> float:
         """Return milliseconds that grow while this process is awake."""
-        if self._is_systems:
-            return self._time.at(monotonic_ns() / 1e6)
-        read = self._monotonic_ms  # called at once it would be looked up as a method
-        return self._time.at(read())
+        read, awake = self._monotonic_ms, self._time  # called at once it would be looked up as a method
+        now_ms = monotonic_ns() / 1e6 if self._is_systems else read()
+        # ``at``, without its call.
+        return (now_ms if now_ms <= awake.until_ms else awake.until_ms) - awake.left_out_ms
 
     def hold(self) -> None:
         """Stand still until ``go_on``: messages of others are not read."""

@@ -66,58 +66,57 @@ class _Instrument(Collector):
         return list(self._children.items()) if self._labelnames else [((), self)]
 
 
-class Counter(_Instrument):
-    """A number that only grows."""
+class _Number(_Instrument):
+    """A single value, moved or read at each scrape."""
 
     value = 0.0
     """What is counted with every request adds to it here: a call costs as much as ten additions."""
+    _function: Callable[[], float] | None = None
+    _family: type[CounterMetricFamily | GaugeMetricFamily]
 
     def inc(self, amount: float = 1) -> None:
         self.value += amount
 
-    def by_label(self) -> dict[str, int]:
-        """Return the counts by the value of the first label."""
-        counts: dict[str, int] = {}
-        for values, child in self._shown():
-            counts[values[0]] = counts.get(values[0], 0) + int(child.value)
-        return counts
+    def set_function(self, function: Callable[[], float]) -> None:
+        """Read the value from here at each scrape, instead of moving it."""
+        self._function = function
+
+    def read(self) -> float:
+        return self.value if self._function is None else self._function()
 
     def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(self._name, self._documentation, labels=self._labelnames)
+        family = self._family(self._name, self._documentation, labels=self._labelnames)
         for values, child in self._shown():
-            family.add_metric(values, child.value)
+            family.add_metric(values, child.read())
         yield family
 
     def _child(self) -> Self:
         return type(self)(self._name, "", registry=None)
 
 
-class Gauge(_Instrument):
-    """A number that moves, or is read at each scrape."""
+class Counter(_Number):
+    """A number that only grows."""
 
-    value = 0.0
-    _function: Callable[[], float] | None = None
+    _family = CounterMetricFamily
 
-    def inc(self, amount: float = 1) -> None:
-        self.value += amount
+    def by_label(self) -> dict[str, int]:
+        """Return the counts by the value of the first label."""
+        counts: dict[str, int] = {}
+        for values, child in self._shown():
+            counts[values[0]] = counts.get(values[0], 0) + int(child.read())
+        return counts
+
+
+class Gauge(_Number):
+    """A number that moves."""
+
+    _family = GaugeMetricFamily
 
     def dec(self, amount: float = 1) -> None:
         self.value -= amount
 
     def set(self, value: float) -> None:
         self.value = value
-
-    def set_function(self, function: Callable[[], float]) -> None:
-        self._function = function
-
-    def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily(self._name, self._documentation, labels=self._labelnames)
-        for values, child in self._shown():
-            family.add_metric(values, child.value if child._function is None else child._function())
-        yield family
-
-    def _child(self) -> Self:
-        return type(self)(self._name, "", registry=None)
 
 
 class Histogram(_Instrument):

@@ -332,6 +332,8 @@ class FairQueue(Generic[T]):
         backlog = band.backlogs.get(request.tenant)
         if backlog is None:
             backlog = band.begin(request.tenant, request.arrival)
+        elif not backlog.has_turn:
+            band.await_turn(request.tenant)  # all that waited are taken: it is perhaps not among the turns any more
         backlog.push(self._key(request), request)
         request.waits = True
         held = self._shares.setdefault(request.priority, {}).setdefault(request.tenant, Share(request.weight))

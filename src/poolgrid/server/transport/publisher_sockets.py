@@ -212,9 +212,8 @@ class PublisherSockets:
 
     def _take(self, effects: Sequence[PubEffect]) -> None:
         self._on_effects(effects)
-        asked = [effect for effect in effects if isinstance(effect, AskReplay)]
-        if asked:
-            self._ask(asked[-1])
+        if AskReplay in map(type, effects):
+            self._ask([effect for effect in effects if isinstance(effect, AskReplay)][-1])
         self.arm()
 
     def _ask(self, ask: AskReplay) -> None:

@@ -150,6 +150,7 @@ class _MessageSocket(_LoopSocket):
         super().__init__(socket, on_message)
         self._receive = receive
         self._send_frame: Callable[[bytes, int], object] = _plain_send(socket)
+        self._send_frames = message_sender(socket)
         self.start()
 
     def send(self, frames: Sequence[bytes]) -> bool:
@@ -158,7 +159,7 @@ class _MessageSocket(_LoopSocket):
             if len(frames) == 1:
                 self._send_frame(frames[0], _NOBLOCK)
             else:
-                self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+                self._send_frames(frames)
         except zmq.Again:
             return False
         finally:
