@@ -99,7 +99,7 @@ CHECKS ?=
 vllm:  ## in front of two real vLLM servers on the CPU, in the environment that POOLGRID_VLLM names, or CHECKS="index kill"
 	$(PYTHON) -m tests.real_vllm $(CHECKS)
 
-vllm-hybrid:  ## what routers promise of hybrid and drafting models, against vLLM's own cache managers (POOLGRID_VLLM), or those of POOLGRID_VLLM_SOURCE: 58,000 requests, two minutes, no model
+vllm-hybrid:  ## what routers promise of hybrid and drafting models, against vLLM's own cache managers (POOLGRID_VLLM), or those of POOLGRID_VLLM_SOURCE: 69,000 requests, two minutes, no model
 	$(PYTHON) -m tests.real_vllm.promises
 
 PEER_PYTHON ?=

@@ -27,8 +27,8 @@ LARGE = {"block_size": 2 * BLOCK}
 class Reader:
     """What a router holds of an engine, by group and tier."""
 
-    def __init__(self, block_size: int = BLOCK) -> None:
-        self.translator = EngineTranslator(block_size, 1000)
+    def __init__(self, block_size: int = BLOCK, drafts: bool = False) -> None:
+        self.translator = EngineTranslator(block_size, 1000, drafts=drafts)
         self.held: dict[tuple[int, Tier], set[int]] = {}
         self.reports: list[GroupsReported] = []
 
@@ -143,6 +143,16 @@ def test_a_block_is_followed_while_all_groups_hold_it_under_one_hash() -> None:
     reader.take(stored([2], 1, 1, **window(5), lookahead_token_ids=[[TOKENS[2 * BLOCK]]]))
     assert reader.of(FOLLOWED_GROUP) == followed(1)
     assert reader.reports[-1].following_tokens == 1
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_group_whose_first_event_leaves_all_blocks_out_says_nothing_of_what_is_behind_them(at_once: bool) -> None:
+    reader = Reader(drafts=True)
+    events = [stored([1], **state()) | {"block_hashes": []}, stored([1], **full(), lookahead_token_ids=[[7]])]
+    for each in [events] if at_once else [events[1:], events[:1]]:
+        reader.take(*each)
+    assert reader.reports[-1] == GroupsReported((KvGroup(1),), following_tokens=1)
+    assert len(reader.of(FOLLOWED_GROUP)) == 0, "the state has not stored the block"
 
 
 @pytest.mark.parametrize("behind", [None, [], [[1]], [[1], []], [[1], [-1]], [[1], ["a"]], [[1], 2], [[], []]])
@@ -334,6 +344,35 @@ def test_a_prompt_whose_first_block_is_all_that_is_held_and_is_computed_again_sh
     resumed(reader, 0, 1)
     reader.take(stored([1, 12]) | {"token_ids": [*TOKENS[:BLOCK], 1, 2, 3, 4]})
     assert reader.reports == [GroupsReported((), recomputed_blocks=1)]
+
+
+@pytest.mark.parametrize("other", [state(), window(2 * BLOCK)], ids=["states", "windows"])
+def test_an_engine_that_drafts_computes_the_last_block_again_until_a_request_shows_otherwise(
+    other: dict[str, Any],
+) -> None:
+    reader = Reader(drafts=True)
+    chain = stored([1, 2, 3])
+    for _ in range(2):  # requests that compute it at the same time
+        reader.take(chain | full(), chain | {"block_hashes": [3]} | other)
+    for answer in (21, 22, 23):
+        assert [report.recomputed_blocks for report in reader.reports] == [1]
+        reader.take(stored([answer], 3, 3, **full()) | {"token_ids": [answer] * BLOCK})
+    assert [report.recomputed_blocks for report in reader.reports] == [1, 0], "the third resumed behind all"
+
+
+def test_full_attention_alone_shows_what_drafts_make_of_it() -> None:
+    reader = Reader(drafts=True)
+    resumed(reader, 0, 4)
+    assert reader.reports == []
+    resumed(reader, 3, 2)
+    assert reader.reports == [GroupsReported((), recomputed_blocks=1)]
+
+
+def test_a_larger_block_that_is_computed_again_is_several_of_the_index() -> None:
+    reader = Reader()
+    for begin, count in ((0, 3), (2, 3)):
+        reader.take(stored(list(range(begin + 1, begin + 1 + count)), begin, begin or None, **full(), **LARGE))
+    assert reader.reports == [GroupsReported((), recomputed_blocks=2)]
 
 
 def test_another_life_of_an_engine_may_be_another_engine() -> None:

@@ -85,7 +85,8 @@ class Model:
         """``drops``: the last block of a hit is computed again. ``looks_ahead``: hashes cover so many tokens more.
 
         ``drafts_in``: the groups that have layers of the draft model. ``reports``: the share of requests that have
-        what they reuse reported again. ``retained``: windows and states are kept so many tokens apart.
+        what they reuse reported again. ``retained``: windows and states are kept so many tokens apart, 0 = where
+        prompts end alone, which is what vLLM 0.32 does if it is not told.
         """
         self.groups = groups
         self.drops = drops
@@ -106,6 +107,8 @@ MODELS: dict[str, Callable[[random.Random], Model]] = {
     "mla-window": lambda source: Model(mla(), window_mla(source.choice((20, 33, 64, 100)))),
     "full-window-retained": lambda source: Model(full(), window(source.choice((20, 33, 64))), retained=64),
     "full-state-retained": lambda source: Model(full(), state(), retained=64),
+    "full-window-latest": lambda source: Model(full(), window(source.choice((20, 33, 64, 100))), retained=0),
+    "full-state-latest": lambda source: Model(full(), state(), retained=0),
     "full-chunked": lambda source: Model(full(), chunked(source.choice((32, 64, 128)))),
     "full32-window16": lambda source: Model(full(32), window(source.choice((20, 33, 64, 100)))),
     "full32-window16-index16": lambda source: Model(full(32), window(source.choice((20, 33, 64, 100)))),
@@ -115,6 +118,11 @@ MODELS: dict[str, Callable[[random.Random], Model]] = {
     "full-window-drafts-in-full": lambda source: Model(full(), window(64), drops=True, drafts_in=(0,)),
     "full-window-drafts-in-window": lambda source: Model(full(), window(64), drops=True, drafts_in=(1,)),
     "full-state-drops": lambda source: Model(full(), state(), drops=True),
+    "full-window-latest-drops": lambda source: Model(
+        full(), window(source.choice((20, 33, 64))), retained=0, drops=True
+    ),
+    "full-state-latest-drops": lambda source: Model(full(), state(), retained=0, drops=True),
+    "full32-state32-drops": lambda source: Model(full(32), state(32), retained=0, drops=True),
     "full-ahead": lambda source: Model(full(), looks_ahead=1),
     "full-ahead-3": lambda source: Model(full(), looks_ahead=DRAFTED_TOKENS),
     "full-window-ahead": lambda source: Model(full(), window(source.choice((20, 33, 64, 100))), looks_ahead=1),
@@ -190,7 +198,8 @@ class Server:
             block_hasher=self._hasher,
         )
         self._publish()
-        blocks, cached, *_ = manager.get_computed_blocks(request)
+        blocks, cached, *more = manager.get_computed_blocks(request)
+        request.shared_prefix_boundary = more[0] if more else 0
         self.asked.append((len(self.frames), prompt, cached))
         held, reused = cached, cached
         made = 0
@@ -228,7 +237,8 @@ class Server:
         end = held + step
         if end < request.num_prompt_tokens:
             end = max(end // size * size, held + 1)
-        return (last if held < last < end else end) - held
+        stops = (last, request.shared_prefix_boundary // size * size)
+        return min((stop for stop in stops if held < stop < end), default=end) - held
 
     def _publish(self) -> None:
         told = self._manager.take_events()

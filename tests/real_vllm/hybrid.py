@@ -68,9 +68,9 @@ Found = dict[str, Any]
 class FrameReader:
     """The frames of one publisher, as a consolidator and a router take them, without processes between."""
 
-    def __init__(self, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(self, block_size: int = BLOCK_SIZE, drafts: bool = False) -> None:
         self._block_size = block_size
-        self._translator = EngineTranslator(block_size, 100_000)
+        self._translator = EngineTranslator(block_size, 100_000, drafts=drafts)
         self._projection = Projection(PrefixIndex(), LoadLedger())
         self.frames: list[bytes] = []
         self._apply([WorkerJoined(make_card())])

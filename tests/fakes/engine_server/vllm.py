@@ -177,7 +177,8 @@ class Options:
     first_rank: int = 0
     """The first of its ranks: above 0 on all machines of a deployment but one (``--data-parallel-hybrid-lb``)."""
     drafting: Drafting | None = None
-    """What EAGLE or MTP make of the cache: hashes that look ahead in 0.33, a block that is dropped before."""
+    """What EAGLE or MTP make of the cache: hashes that look ahead in 0.33, a block that is dropped before. Drafts by
+    n-grams make nothing of it."""
     host: str = "127.0.0.1"
     step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
@@ -238,7 +239,7 @@ class VllmServer:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.running = 0
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(spec_decode_num_drafts=0) if self.options.drafting else Counter()
         """What ``/metrics`` says, by family."""
         self._prefilling = asyncio.Lock()
         self.aborted = asyncio.Event()

@@ -22,6 +22,7 @@ from poolgrid.server.workers.engines.server.core.server_facts import EventSource
 from poolgrid.server.workers.engines.server.dialects import sglang, vllm
 from poolgrid.server.workers.engines.server.kinds import learn
 from poolgrid.server.workers.engines.server.server_client import ServerClient
+from tests.consolidator.pub_engine import block_stored
 from tests.fakes.engine_server.cache import Drafting
 from tests.fakes.engine_server.sglang import SglangServer
 from tests.fakes.engine_server.vllm import Options, VllmServer
@@ -142,6 +143,19 @@ async def test_what_an_engine_computes_again_is_learnt_from_its_events() -> None
             await front.settled()
         reports = [each for each in front.told[0] if isinstance(each, GroupsReported)]
         assert [(each.recomputed_blocks, each.following_tokens) for each in reports] == learnt, drafting
+
+
+@pytest.mark.parametrize("drafting", [None, Drafting()], ids=["plain", "drafts"])
+async def test_metrics_say_that_a_server_drafts_before_its_events_show_what_that_makes_it_compute_again(
+    drafting: Drafting | None,
+) -> None:
+    chain = block_stored("map", [1, 2], None, list(range(8)))
+    groups = [{"group_idx": at, "kv_cache_spec_kind": kind} for at, kind in enumerate(("full_attention", "mamba"))]
+    async with engine_server(Options(drafting=drafting)) as server, worker_before(server) as front:
+        await server.publishers[0].publish([chain | group for group in groups])
+        await front.consolidator.until(lambda journal: index_of(journal.events))
+        reports = [each for each in front.journal.events if isinstance(each, GroupsReported)]
+    assert [each.recomputed_blocks for each in reports] == [1 if drafting else 0]
 
 
 @pytest.mark.parametrize("pairs", [False, True], ids=["", "pairs"])

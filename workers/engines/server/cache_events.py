@@ -83,11 +83,12 @@ class RankEvents:
         root_seed: RootSeed | None = None,
         total_blocks: int = 0,
         tell_fault: Callable[[], None] = lambda: None,
+        drafts: bool = False,
     ) -> None:
         """``dp_rank`` is the worker's number of the rank; the publisher may have another for it.
 
         ``total_blocks`` is how many blocks the rank has; 0 = that is not known. ``tell_fault`` is called when ``fault``
-        has changed.
+        has changed. ``drafts``: the server is known to.
         """
         self._dp_rank = dp_rank
         self._clock = clock
@@ -106,6 +107,7 @@ class RankEvents:
             LEASE_MS,
             root_seed=root_seed,
             holds_unclaimed=True,
+            drafts=drafts,
         )
         self._state = self._follower.state
         """As it was noted last."""
@@ -336,15 +338,17 @@ class FollowedEvents(CacheEvents):
         roots: RootSeeds | None = None,
         total_blocks: int = 0,
         on_fault: Callable[[str], None] = lambda fault: None,
+        drafts: bool = False,
     ) -> None:
         """``roots`` tells whose first blocks are that the events name no salt of; ``None`` = they name them.
 
         ``total_blocks`` are those of each rank; 0 = that is not known. ``on_fault`` gets in what the events do not
-        fit the worker's ranks, whenever that changes.
+        fit the worker's ranks, whenever that changes. ``drafts``: the server is known to.
         """
         self._roots = roots
         self._total_blocks = total_blocks
         self._on_fault = on_fault
+        self._drafts = drafts
         self._sources = sources
         self._block_size = block_size
         self._context = context
@@ -391,6 +395,7 @@ class FollowedEvents(CacheEvents):
                 None if self._roots is None else self._roots.of_stream,
                 self._total_blocks,
                 self._tell_faults,
+                self._drafts,
             )
             self._ranks.append(rank)
             rank.open()

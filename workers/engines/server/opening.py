@@ -107,6 +107,7 @@ async def _asked(
                 roots=None if kind.names_salts else RootSeeds(facts.block_size, digest_is_known=True),
                 total_blocks=facts.total_blocks or 0,
                 on_fault=tell_fault,
+                drafts=facts.drafts,
             )
 
         async def confirm(all_facts: bool) -> str:

@@ -190,7 +190,7 @@ class GroupIndex:
             for group in report.groups:
                 # A state is that of one place; windows are looked up as full attention is, and cut with it.
                 is_longer = group.needed_blocks > 1 and report.recomputes_windows
-                again = report.recomputed_blocks if is_longer else 0
+                again = -(-report.recomputed_blocks // group.stride_blocks) if is_longer else 0
                 able = list(map(and_, able, self._able(group, path, begin, end, again)))
             for depth in range(end, begin, -1):
                 while passed < len(depths) and depths[passed][0] >= depth:

@@ -140,10 +140,14 @@ class PubFollower:
         former_is_behind: bool = False,
         root_seed: RootSeed | None = None,
         holds_unclaimed: bool = False,
+        drafts: bool = False,
     ) -> None:
-        """``holds_unclaimed`` keeps chains whose seed is not known until one fits (``claim``)."""
+        """``holds_unclaimed`` keeps chains whose seed is not known until one fits (``claim``).
+
+        ``drafts``: the engine is known to.
+        """
         self._worker = worker
-        self._translator = EngineTranslator(block_size, blocks_max, root_seed)
+        self._translator = EngineTranslator(block_size, blocks_max, root_seed, drafts)
         self._unclaimed = UnclaimedChains(root_seed) if root_seed is not None and holds_unclaimed else None
         self._has_replay = has_replay
         self._replay_timeout_ms = replay_timeout_ms

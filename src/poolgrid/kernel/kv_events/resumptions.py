@@ -84,8 +84,9 @@ class Resumptions:
         """Engine hashes that a group has stored in this message for the first time."""
         self._removed: set[int] = set()
         """Those that left in this message: a request may have found them, and taken their places itself."""
-        self._ends: OrderedDict[int, int] = OrderedDict()
-        """The last engine hashes of the latest stored events, oldest first, and in which message they came."""
+        self._ends: OrderedDict[int | None, tuple[int, int]] = OrderedDict()
+        """The last engine hashes of the latest stored events, oldest first: in which message they came, and how many
+        requests have stored and not continued them."""
         self._messages = 0
         self._doubts: dict[int, int] = {}
         """In which message a chain ended with a block that may be the last of a prompt, which is always computed."""
@@ -167,15 +168,22 @@ class Resumptions:
 
     # What is computed again
 
+    def presume(self) -> None:
+        """Count a first resumption before a block that could have been reused, unless one behind all is known."""
+        if not self._resumed:
+            self._recomputed, self.recomputed_blocks = max(1, self._recomputed), 1
+
     def judge(self, event: EngineStored) -> bool:
         """Look where a request resumed, by what full attention stores; return whether what is known of it changed."""
         if event.tier is not Tier.DEVICE:
             return False
         hashes, parent, before = event.hashes, event.parent, (self.recomputed_blocks, self.recomputes_windows)
-        told = None if parent is None else self._ends.get(parent)
+        told, requests = self._ends.pop(parent, (0, 0))
+        if requests > 1:
+            self._ends[parent] = told, requests - 1
         # An answer takes a message for each token at most until it fills the next block.
         recent = self._messages - (PREFILL_MESSAGES if len(hashes) > 1 else event.block_size)
-        is_continued = told is not None and told >= recent
+        is_continued = requests > 0 and told >= recent
         self._note_end(hashes[-1])
         more = hashes[:-1]
         if parent is None:
@@ -184,7 +192,7 @@ class Resumptions:
             self._recomputed += 1
         elif not is_continued and self._could_have_resumed(event, hashes):
             self._doubts[hashes[-1]] = self._messages
-        elif told is None and hashes[0] not in self._removed:
+        elif not is_continued and hashes[0] not in self._removed:
             full = self._groups[None].members.values()
             self._resumed += all(hashes[0] not in copies[event.tier] for copies in full)
         if parent is not None and not is_continued:
@@ -215,8 +223,8 @@ class Resumptions:
         )
 
     def _note_end(self, engine_hash: int) -> None:
-        self._ends.pop(engine_hash, None)
-        self._ends[engine_hash] = self._messages
+        _, requests = self._ends.pop(engine_hash, (0, 0))
+        self._ends[engine_hash] = self._messages, requests + 1
         if len(self._ends) > RECENT_ENDS:
             self._ends.popitem(last=False)
 

@@ -26,7 +26,7 @@ hashes look ahead, blocks with the same tokens have several: a name is held whil
 
 Where requests resume is judged by ``poolgrid.kernel.kv_events.resumptions``: what an engine reports again because it is
 reused is no copy, for its removal comes once; and an engine that computes the last block of what it holds again is
-reported (``GroupsReported.recomputed_blocks``).
+reported (``GroupsReported.recomputed_blocks``), in blocks of the index.
 """
 
 from __future__ import annotations
@@ -69,10 +69,14 @@ _NOTHING_NAMED: _Ahead = ({}, {}, {})
 class EngineTranslator:
     """Engine hashes of one PUB engine, and the sequence hashes they stand for."""
 
-    def __init__(self, block_size: int, blocks_max: int, root_seed: RootSeed | None = None) -> None:
+    def __init__(
+        self, block_size: int, blocks_max: int, root_seed: RootSeed | None = None, drafts: bool = False
+    ) -> None:
+        """``drafts``: the engine is known to."""
         self.block_size = self._block_size = block_size
         self._root_seed = root_seed
         self._blocks_max = blocks_max
+        self._drafts = drafts
         self._known: dict[int, int] = {}
         self._seeds: dict[int, int] = {}
         """Seed by engine hash, where it is not the base seed."""
@@ -205,11 +209,12 @@ class EngineTranslator:
 
     def _meet_all(self, events: list[EngineEvent], out: list[AnyEvent]) -> None:
         """Take in the groups that are seen for the first time, and report all of them."""
-        for event in events:
-            if isinstance(event, EngineStored) and event.window_tokens is None:
+        stored = [event for event in events if isinstance(event, EngineStored)]
+        for event in stored:
+            if event.window_tokens is None:
                 self._full_size = max(self._full_size, event.block_size)
-        for event in events:
-            if isinstance(event, EngineStored) and event.group not in self._group_of:
+        for event in sorted(stored, key=lambda event: not event.hashes):
+            if event.group not in self._group_of:
                 self._meet(event, out)
                 self._note_following(event, out)
         self._is_reported = True
@@ -218,7 +223,10 @@ class EngineTranslator:
 
     def _tell_groups(self, out: list[AnyEvent]) -> None:
         needs, resumed = tuple(filter(None, self._groups)), self._resumptions
-        again, behind = resumed.recomputed_blocks, self._following_tokens
+        behind = self._following_tokens
+        if self._drafts and needs and None in self._groups and not behind:
+            resumed.presume()  # with several groups, a place too deep may be far too deep
+        again = resumed.recomputed_blocks * max(1, self._full_size // self._block_size)
         report = GroupsReported(
             needs, None in self._groups or not needs, again, not again or resumed.recomputes_windows, behind
         )
@@ -249,7 +257,8 @@ class EngineTranslator:
         count = len(event.following[0]) // TOKEN_BYTES if event.following else 0
         is_first = len(self._group_of) == 1
         is_fit = count <= event.block_size == self._block_size and (is_first or count == self._following_tokens)
-        self._following_tokens = count if is_fit else 0
+        if event.hashes:  # those of a state may all be left out
+            self._following_tokens = count if is_fit else 0
 
     def _needs_of(self, event: EngineStored) -> KvGroup | None:
         window, size = event.window_tokens, event.block_size

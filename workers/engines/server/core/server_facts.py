@@ -59,6 +59,8 @@ class ServerFacts:
     """Requests in one step of a rank."""
     max_num_tokens: int | None = None
     """Tokens in one step of a rank."""
+    drafts: bool = False
+    """It is known to draft tokens, in whatever way."""
     loras: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     """Further names of the model."""

@@ -4,7 +4,7 @@ Endpoints with the server's facts:
 
 /v1/models          model, adapters, max_model_len
 /version            its version
-/metrics            vllm:cache_config_info: block size, device blocks of a rank
+/metrics            vllm:cache_config_info: block size, device blocks of a rank; vllm:spec_decode: it drafts
 /kv_event_sources   publishers by rank (0.26 and newer): a map by rank, or a list
 """
 
@@ -39,6 +39,9 @@ CACHE_CONFIG = b"vllm:cache_config_info"
 CACHE_CONFIG_BYTES_MAX = 256 * 1024
 """Of its lines that are read, at 0.3 ms a kilobyte: those of 256 ranks."""
 
+DRAFTS = b"vllm:spec_decode"
+"""Begins what a server counts from its start where it drafts, be it by n-grams, and never where not."""
+
 EVENTS_OPTION = (
     '--kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557",'
     '"replay_endpoint":"tcp://*:5657"}\''
@@ -58,7 +61,8 @@ class _Source(msgspec.Struct):
 
 async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
     """Return the facts of a server; raises ``ServerError`` when it does not answer."""
-    block_size, total_blocks, numbers = await _cache_config(client)
+    page = await _metrics(client)
+    block_size, total_blocks, numbers = _cache_config(page)
     sources = await _sources(client)
     missing = ""
     if sources is None:
@@ -73,6 +77,7 @@ async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
         block_size=block_size,
         max_sequence_length=model.max_model_len,
         total_blocks=total_blocks,
+        drafts=any(lines_of(page, DRAFTS)),
         ranks=max(1, len(numbers), len(sources or ())),
         rank_numbers=numbers,
         sources=sources or (),
@@ -80,14 +85,17 @@ async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
     )
 
 
-async def _cache_config(client: ServerClient) -> tuple[int | None, int | None, tuple[int, ...]]:
-    """Return tokens in a block, device blocks of a rank, and the numbers of its ranks; ``None`` = it does not say."""
+async def _metrics(client: ServerClient) -> bytes:
     try:
-        page = await client.ask("/metrics")
+        return await client.ask("/metrics")
     except ServerError as error:
         if error.status in NOT_THERE:
-            return None, None, ()  # started with --disable-metrics, or behind something that has them elsewhere
+            return b""  # started with --disable-metrics, or behind something that has them elsewhere
         raise
+
+
+def _cache_config(page: bytes) -> tuple[int | None, int | None, tuple[int, ...]]:
+    """Return tokens in a block, device blocks of a rank, and the numbers of its ranks; ``None`` = it does not say."""
     text = b"\n".join(islice(lines_of(page, CACHE_CONFIG), RANKS_MAX))[:CACHE_CONFIG_BYTES_MAX]
     try:
         families = text_string_to_metric_families(text.decode(errors="replace"))
