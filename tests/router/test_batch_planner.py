@@ -96,13 +96,29 @@ def test_whoever_can_go_nowhere_keeps_nobody_else() -> None:
     assert placed((requests, replace(prompts, costs=[prompts.costs[0], [inf]])), [0]) == [(0, 0)]
 
 
-def test_a_prompt_that_has_waited_for_long_goes_before_one_that_takes_less() -> None:
-    requests, prompts = waiting([[9000], [1000]])
-    times = prompts.own_ms[0][0] / prompts.own_ms[1][0]
+@pytest.mark.parametrize(
+    ("tokens", "waited_ms", "first"),
+    [
+        ((9000, 4000), (0.0, 0.0), 1),
+        ((9000, 4000), (1000.0, 0.0), 1),
+        ((9000, 4000), (1500.0, 0.0), 0),
+        ((9000, 4000), (1500.0, 1500.0), 1),
+        ((9000, 100), (4000.0, 0.0), 1),
+    ],
+    ids=[
+        "the shorter one",
+        "before it has waited",
+        "who has waited",
+        "the shorter one, after both have",
+        "a small one",
+    ],
+)
+def test_who_goes_first_to_a_free_worker(tokens: Sequence[int], waited_ms: Sequence[float], first: int) -> None:
+    requests, prompts = waiting([[each] for each in tokens])
 
-    for waited_ms, first in ((0.0, 1), (999.0 * times, 1), (1001.0 * times, 0)):
-        [(goes, _)] = placed((requests, replace(prompts, waited_ms=[waited_ms, 0.0])), [0])
-        assert goes == first
+    [(goes, _), *_] = placed((requests, replace(prompts, waited_ms=waited_ms)), [0])
+
+    assert goes == first
 
 
 def test_what_is_planned_behind_is_said_for_each_worker() -> None:
