@@ -80,6 +80,8 @@ class Resumptions:
         """Resumptions before a block that could have been reused."""
         self._resumed = 0
         """Those behind all that could be reused."""
+        self._is_presumed = False
+        """Whether the first of the former was presumed."""
         self._fresh: set[int] = set()
         """Engine hashes that a group has stored in this message for the first time."""
         self._removed: set[int] = set()
@@ -169,7 +171,11 @@ class Resumptions:
     # What is computed again
 
     def presume(self) -> None:
-        """Count a first resumption before a block that could have been reused, unless one behind all is known."""
+        """Count a first resumption before a block that could have been reused, unless one behind all is known.
+
+        Such an engine sends a message for each step, so what its answers do not continue in time is continued by others.
+        """
+        self._is_presumed = True
         if not self._resumed:
             self._recomputed, self.recomputed_blocks = max(1, self._recomputed), 1
 
@@ -192,7 +198,7 @@ class Resumptions:
             self._recomputed += 1
         elif not is_continued and self._could_have_resumed(event, hashes):
             self._doubts[hashes[-1]] = self._messages
-        elif not is_continued and hashes[0] not in self._removed:
+        elif not (is_continued if self._is_presumed else requests) and hashes[0] not in self._removed:
             full = self._groups[None].members.values()
             self._resumed += all(hashes[0] not in copies[event.tier] for copies in full)
         if parent is not None and not is_continued:

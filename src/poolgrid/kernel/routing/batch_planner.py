@@ -45,8 +45,8 @@ SMALL_STEPS = 2.0
 
 PATIENCE_MS = 1000.0
 """From this time on a request that has waited twice as long counts as an eighth of it to compute. Agents above the
-capacity of the caches, on a GPU: the 99th percentile of TTFT is no longer than that of session affinity, and the mean
-13 to 35 % shorter (decision record 0126)."""
+capacity of the caches, on a GPU: the 99th percentile of TTFT is no longer than behind vllm-router, and the mean 13
+to 35 % shorter (decision record 0126)."""
 
 OTHERS_SHARE_MAX = 0.1
 """Up to this share of requests may come to workers from other routers; above it no request waits here: routers that
