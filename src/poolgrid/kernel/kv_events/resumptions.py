@@ -173,7 +173,7 @@ class Resumptions:
     def presume(self) -> None:
         """Count a first resumption before a block that could have been reused, unless one behind all is known.
 
-        Such an engine sends a message for each step, so what its answers do not continue in time is continued by others.
+        Such an engine sends a message for each step: what an answer does not continue in time, another request does.
         """
         self._is_presumed = True
         if not self._resumed:
