@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from poolgrid.kernel.decision.decision import Decision
@@ -181,8 +181,15 @@ def play(pool: Pool, actions: list[tuple]) -> None:  # type: ignore[type-arg]
     pool.settle()
 
 
+def late_end(pause_ms: float) -> list[tuple]:  # type: ignore[type-arg]
+    """A subagent that ends when its parent's place is over."""
+    return [("ask", 0, 0, 1), ("ask", 0, 1, 1), ("end", 0), ("pass", pause_ms), ("end", 0)]
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(Action, max_size=60))
+@example([*late_end(LEASE_MIN_MS + 1), ("ask", 0, 2, 1)])
+@example([*late_end(120_000.0), ("ask", 0, 0, 1)])
 def test_two_routers_that_have_read_the_same_have_the_same_places(actions: list[tuple]) -> None:  # type: ignore[type-arg]
     pool = Pool()
     play(pool, actions)

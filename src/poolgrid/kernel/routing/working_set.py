@@ -355,6 +355,7 @@ class WorkingSet:
         member = self._running.get(session)
         if member is None:
             return
+        self._expire(now_ms)  # first, as for a router that asks before it reads of this end
         member.used_ms = now_ms
         if blocks is not None:
             self._resize(member, max(0, blocks - member.common))
