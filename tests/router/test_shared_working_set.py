@@ -97,7 +97,7 @@ class Pool:
 
     def ask(self, router: int, session: int, blocks: int, waited_ms: float = 0.0) -> bool:
         """Have a turn begin, if it is admitted."""
-        state, path = self.routers[router], [*range(1, 5), *range(1000 * session, 1000 * session + blocks)]
+        state, path = self.routers[router], [*range(1, 5), *range(1000 * (session + 1), 1000 * (session + 1) + blocks)]
         self.requests += 1
         request_id, isl = f"{router}-{self.requests}", BLOCK_SIZE * len(path) + 3
         name, parent, priority = f"s{session}", "s0" if session == 1 and self.has_subagents else "", session % 2
@@ -200,8 +200,30 @@ def test_two_routers_that_have_read_the_same_have_the_same_places(actions: list[
     assert one.sessions.working_set.lease_ms == other.sessions.working_set.lease_ms
 
 
+BACK_UNREAD = (
+    [
+        ("ask", 0, 4, 69),
+        ("end", 0),
+        ("pass", 1.0),
+        ("ask", 1, 2, 22),
+        ("end", 0),
+        ("ask", 0, 0, 3),
+        ("end", 0),
+        ("ask", 0, 4, 69),
+        ("ask", 0, 0, 29),
+        ("pass", 500.0),
+        ("ask", 0, 1, 1),
+        ("ask", 1, 3, 1),
+    ],
+    1,
+    [("end", 0), ("end", 0), ("end", 0), ("ask", 1, 2, 1), ("end", 0), ("ask", 0, 0, 25), ("ask", 0, 3, 69)],
+)
+"""A session that is displaced while another router has its next turn."""
+
+
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(Action, max_size=40), st.integers(0, 1), st.lists(Action, max_size=20))
+@example(*BACK_UNREAD)
 def test_a_router_that_dies_gives_its_places_back_and_the_next_one_knows_the_others(
     before: list[tuple],  # type: ignore[type-arg]
     killed: int,

@@ -108,11 +108,12 @@ class SessionPlaces(Observer):
             return
         session, places, card = (turn.tenant, turn.session), self.working_set, worker.card
         places.know(worker.key, card.limits.total_kv_blocks, place.refill_ms)
+        # Also for a turn of this router: what it displaced may have come back by a turn that it had not read.
+        places.displace(place.displaced)
         if key in self._turns:
             return
         self._now_ms = now_ms
         self._turns[key] = RunningTurn(session, is_started=True)
-        places.displace(place.displaced)
         parent = (turn.tenant, turn.parent) if turn.parent else None
         offered = OfferedTurn(session, -(-event.isl // card.block_size), place.priority, parent)
         places.begin(offered, worker.key, place.common, place.prefix, now_ms, place.waited_ms)
