@@ -144,7 +144,7 @@ def test_freezing_copies_no_block_and_a_change_copies_its_shard() -> None:
     here.store("worker", stored(list(range(1, 100_001))), [])
     ((*_, frozen),) = here.freeze()
     (held,) = here._places[0].values()
-    shards = {id(shard) for shard in held.page_of.shards}
+    shards = {id(shard) for shard in held._page_of.shards}
     assert {id(shard) for shard in frozen._shards} == shards
 
     here.remove("worker", removed(list(range(1, 11))), [])

@@ -120,6 +120,6 @@ def test_no_dict_is_large_however_much_is_held() -> None:
         held.add(None, [(number * 1000 + each) * 0x9E3779B97F4A7C15 % 2**64 for each in range(1000)])
 
     assert len(held) == 300_000
-    assert max(map(len, held.page_of.shards)) <= 1.5 * SHARD_ENTRIES
+    assert max(map(len, held._page_of.shards)) <= 1.5 * SHARD_ENTRIES
     assert max(len(page.hashes) for page in held._pages.values()) < PAGE_BLOCKS + 1000
     assert sum(1 for _ in held.items()) == 300_000

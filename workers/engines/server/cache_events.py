@@ -88,7 +88,7 @@ class RankEvents:
         """``dp_rank`` is the worker's number of the rank; the publisher may have another for it.
 
         ``total_blocks`` is how many blocks the rank has; 0 = that is not known. ``tell_fault`` is called when ``fault``
-        has changed. ``drafts``: the server is known to.
+        has changed. ``drafts`` tells whether the server is known to draft tokens.
         """
         self._dp_rank = dp_rank
         self._clock = clock
@@ -343,7 +343,7 @@ class FollowedEvents(CacheEvents):
         """``roots`` tells whose first blocks are that the events name no salt of; ``None`` = they name them.
 
         ``total_blocks`` are those of each rank; 0 = that is not known. ``on_fault`` gets in what the events do not
-        fit the worker's ranks, whenever that changes. ``drafts``: the server is known to.
+        fit the worker's ranks, whenever that changes. ``drafts`` tells whether the server is known to draft tokens.
         """
         self._roots = roots
         self._total_blocks = total_blocks

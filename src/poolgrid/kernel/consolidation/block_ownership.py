@@ -97,7 +97,7 @@ class BlockOwnership:
         room = self._blocks_max - len(hashes)
         for holdings in self._places:
             for each in holdings.values():
-                room -= each.page_of.entries
+                room -= len(each)
         if room < 0:
             self.refused_blocks += len(hashes)
             return
@@ -154,7 +154,7 @@ class BlockOwnership:
             return
         hashes = hash_array(event.sequence_hashes)
         gone = held.remove(hashes)
-        if not held.page_of.entries:
+        if not held:
             del tier[source]
         if not tier or (len(tier) == 1 and source in tier):
             if len(gone) == len(hashes) and gone:

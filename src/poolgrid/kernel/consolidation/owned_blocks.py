@@ -5,7 +5,7 @@ gets a token. Here no dict is large, and order is kept separately.
 
 Rules
     1. Blocks are written down as they come, on *pages*: their hashes in a row, and where a block's parent is not the
-       block before it, that parent. ``page_of`` has the page of each block (``ShardedMap``).
+       block before it, that parent. ``_page_of`` has the page of each block (``ShardedMap``).
     2. A page gets no block a second time: once one of its blocks goes, it is closed, and what comes is written on the
        next. So what stands on a page and is not held there any more is passed over, and order is that of one dict: a
        block that is stored again after it went away comes last.
@@ -118,7 +118,7 @@ class FrozenBlocks(Mapping[int, "int | None"]):
 class OwnedBlocks(MutableMapping[int, "int | None"]):
     """Sequence hash to parent, in order of arrival."""
 
-    __slots__ = ("_closed", "_frozen", "_newest", "_number", "_page_blocks", "_pages", "_sparse", "page_of")
+    __slots__ = ("_closed", "_frozen", "_newest", "_number", "_page_blocks", "_page_of", "_pages", "_sparse")
 
     def __init__(
         self,
@@ -127,8 +127,7 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
         shard_entries: int = SHARD_ENTRIES,
     ) -> None:
         self._page_blocks = page_blocks
-        self.page_of: ShardedMap[int] = ShardedMap(shard_entries)
-        """The page of each block."""
+        self._page_of: ShardedMap[int] = ShardedMap(shard_entries)
         self._number = 0
         """Of the page that is written on."""
         self._pages: dict[int, _Page] = {0: _Page()}
@@ -147,7 +146,7 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
 
     def add(self, parent: int | None, hashes: Sequence[int]) -> bool:
         """Take in a chain of blocks; refuse it (``False``) when one of them is held already, or is named twice."""
-        page_of = self.page_of
+        page_of = self._page_of
         page = self._pages[self._number]
         if self._closed or len(page.hashes) >= self._page_blocks:
             page = self._next_page()
@@ -178,7 +177,7 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
         """Take out blocks; return those that were held."""
         if self._frozen:
             self._own(hashes)
-        shards, shift = self.page_of.shards, self.page_of.shift
+        shards, shift = self._page_of.shards, self._page_of.shift
         if len(shards) == 1:
             numbers = list(map(shards[0].pop, hashes, repeat(_NOWHERE)))
         else:
@@ -202,18 +201,18 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
                 self._closed = True
             elif page.held * SPARSE_SHARE < len(page.hashes):
                 self._settle(number)
-        self.page_of.entries -= len(gone)
+        self._page_of.entries -= len(gone)
         return gone
 
     def freeze(self) -> FrozenBlocks:
         """Return what is held now, as it stays; nothing is copied."""
-        page_of = self.page_of
+        page_of = self._page_of
         self._frozen = set(map(id, page_of.shards))
         return FrozenBlocks(self._pages, page_of.shards, page_of.shift, page_of.entries)
 
     def _own(self, hashes: Sequence[int]) -> None:
         """Copy the frozen shards of some blocks, which are about to change."""
-        page_of, frozen = self.page_of, self._frozen
+        page_of, frozen = self._page_of, self._frozen
         for each in hashes:
             shard = page_of.shards[each >> page_of.shift]
             if id(shard) in frozen:
@@ -225,22 +224,22 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
     def discard(self, blocks: int) -> None:
         """Free at most this many blocks of a discarded mapping; emptied dicts count as blocks."""
         if self._frozen:
-            self.page_of = ShardedMap()  # who reads what was frozen has the rest
-        self.page_of.discard(blocks)
-        if not self.page_of.entries:
+            self._page_of = ShardedMap()  # who reads what was frozen has the rest
+        self._page_of.discard(blocks)
+        if not self._page_of.entries:
             self._pages.clear()
             self._sparse.clear()
 
     # -- as a mapping --------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return self.page_of.entries
+        return self._page_of.entries
 
     def __contains__(self, sequence_hash: object) -> bool:
-        return isinstance(sequence_hash, int) and sequence_hash in self.page_of
+        return isinstance(sequence_hash, int) and sequence_hash in self._page_of
 
     def __getitem__(self, sequence_hash: int) -> int | None:
-        number = self.page_of.get(sequence_hash)
+        number = self._page_of.get(sequence_hash)
         if number is None:
             raise KeyError(sequence_hash)
         page = self._pages[number]
@@ -248,7 +247,7 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
         return page.parents[at] if at in page.parents else page.hashes[at - 1]
 
     def __setitem__(self, sequence_hash: int, parent: int | None) -> None:
-        number = self.page_of.get(sequence_hash)
+        number = self._page_of.get(sequence_hash)
         if number is None:
             self.add(parent, (sequence_hash,))
         else:
@@ -272,12 +271,12 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
     def _held_on(self, number: int, page: _Page) -> Iterator[tuple[int, int | None]]:
         if page.held == len(page.hashes):
             return page.pairs(page.held)
-        shards, shift = self.page_of.shards, self.page_of.shift
+        shards, shift = self._page_of.shards, self._page_of.shift
         return (pair for pair in page.pairs(len(page.hashes)) if shards[pair[0] >> shift].get(pair[0]) == number)
 
     def _next_page(self) -> _Page:
         self._settle(self._number)
-        self.page_of.relieve(self._newest)  # one shard in so many arrivals: each has its turn
+        self._page_of.relieve(self._newest)  # one shard in so many arrivals: each has its turn
         for _ in range(min(REWRITTEN_AT_ONCE, len(self._sparse))):
             self._rewrite(self._sparse.popitem()[0])
         self._number += 1

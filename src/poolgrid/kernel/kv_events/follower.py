@@ -144,7 +144,7 @@ class PubFollower:
     ) -> None:
         """``holds_unclaimed`` keeps chains whose seed is not known until one fits (``claim``).
 
-        ``drafts``: the engine is known to.
+        ``drafts`` tells whether the engine is known to draft tokens.
         """
         self._worker = worker
         self._translator = EngineTranslator(block_size, blocks_max, root_seed, drafts)

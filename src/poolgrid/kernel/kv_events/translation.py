@@ -72,7 +72,7 @@ class EngineTranslator:
     def __init__(
         self, block_size: int, blocks_max: int, root_seed: RootSeed | None = None, drafts: bool = False
     ) -> None:
-        """``drafts``: the engine is known to."""
+        """``drafts`` tells whether the engine is known to draft tokens."""
         self.block_size = self._block_size = block_size
         self._root_seed = root_seed
         self._blocks_max = blocks_max

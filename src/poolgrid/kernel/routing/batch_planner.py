@@ -123,7 +123,7 @@ class BatchPlanner:
                 can = set(eligible.tolist())
                 costs[row] = [costs[row][worker] if worker in can else inf for worker in workers]
         engines, queued = candidates[0].engines, candidates[0].prefill_tokens
-        assert isinstance(engines, Engines | FewEngines), "it is what the policy's observer describes"
+        assert isinstance(engines, Engines), "it is what the policy's observer describes"
         prompts = msgspec.structs.replace(prompts, costs=costs, waited_ms=[each.queued_ms for each in wanted])
         placed = plan(requests, prompts, queued, engines.step_of)
         nowhere = [row for row, each in enumerate(costs) if isinf(min(each))][:1]

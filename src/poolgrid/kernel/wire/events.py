@@ -225,8 +225,8 @@ class GroupsReported(Event, frozen=True):
     has_full_attention: bool = True
     """Whether group 0 takes part; without it a prompt can be resumed though no other block is held."""
     recomputed_blocks: U32 = 0
-    """Last blocks of the index of what is held that the engine computes again, as drafting layers make it do: full
-    attention and windows must hold them behind the place where a prompt is resumed. States need none."""
+    """Last blocks of what is held that the engine computes again, as drafting layers do (in blocks of the index):
+    full attention and windows must hold them behind the place where a prompt is resumed. States need none."""
     recomputes_windows: bool = True
     """Whether windows must hold them too: not where the draft model's layers are all of full attention."""
     following_tokens: U32 = 0

@@ -150,11 +150,11 @@ class ReportedBlocks:
     def apply(self, events: Iterable[AnyEvent]) -> None:
         for event in events:
             if type(event) is BlocksStored:
-                held = self._of_group(event) if event.group else self._held[event.tier]
+                held = self._of_group(event)
                 hashes = hash_array(event.sequence_hashes)
                 held.update(zip(hashes, (event.parent, *hashes[:-1]), strict=True))
             elif type(event) is BlocksRemoved:
-                held = self._of_group(event) if event.group else self._held[event.tier]
+                held = self._of_group(event)
                 for sequence_hash in hash_array(event.sequence_hashes):
                     held.pop(sequence_hash, None)
             elif type(event) is CacheCleared:
@@ -164,7 +164,7 @@ class ReportedBlocks:
                 self._groups = event
 
     def _of_group(self, event: BlocksStored | BlocksRemoved) -> dict[int, int | None]:
-        return self._of_groups.setdefault((event.group, event.tier), {})
+        return self._of_groups.setdefault((event.group, event.tier), {}) if event.group else self._held[event.tier]
 
     def restate(self) -> list[RestatedEvent]:
         """Return all of it: the groups, then parents before children, tier by tier."""

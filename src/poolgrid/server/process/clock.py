@@ -147,10 +147,10 @@ class AwakeClock:
 
     def monotonic_ms(self) -> float:
         """Return milliseconds that grow while this process is awake."""
-        read, awake = self._monotonic_ms, self._time  # called at once it would be looked up as a method
-        now_ms = monotonic_ns() / 1e6 if self._is_systems else read()
-        # ``at``, without its call.
-        return (now_ms if now_ms <= awake.until_ms else awake.until_ms) - awake.left_out_ms
+        if self._is_systems:
+            return self._time.at(monotonic_ns() / 1e6)
+        read = self._monotonic_ms  # called at once it would be looked up as a method
+        return self._time.at(read())
 
     def hold(self) -> None:
         """Stand still until ``go_on``: messages of others are not read."""
